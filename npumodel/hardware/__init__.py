@@ -1,0 +1,6 @@
+"""What it runs on: the chips, one TOML file each, every number with its source."""
+
+from npumodel.hardware.registry import device, devices, provenance
+from npumodel.hardware.spec import DeviceSpec
+
+__all__ = ["DeviceSpec", "device", "devices", "provenance"]

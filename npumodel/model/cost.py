@@ -1,0 +1,349 @@
+"""The price of one call: seconds, and everything that explains them, as one pure function of PyTrees.
+
+    seconds = sum over kernels of  launch + per_core * cores + per_task * waves + time of the busiest core
+
+`price` is what the search differentiates and vmaps; `estimate` is the door for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..hardware import DeviceSpec
+from ..relax import gate, once, tent
+from ..tile import TileConfig
+from ..workload import AttentionShape
+from . import tiling
+from .durations import Block, TimeConstants, l0_bytes, miss_share, stage_bytes, stage_seconds, time_constants
+from .graph import Kernel, compile_graph
+from .pipeline import TRANSIENT, fast, knobs
+from .stages import GM_PATHS, StageTable, stage_table
+from .tiling import Blocks, Problem, Traffic
+
+
+class Options(NamedTuple):
+    """What is fixed at compile time. overlap False: nothing runs beside anything else; waits False: the waits are not
+    computed (zeros); transient: see `pipeline.fast`."""
+
+    dtype: str
+    masked: bool
+    overlap: bool = True
+    waits: bool = True
+    transient: int = TRANSIENT
+
+
+class KernelPrice(NamedTuple):
+    """One kernel. Times in seconds; per stage: of the busiest core; bytes: of the whole call."""
+
+    launch: Any
+    core: Any
+    busy: dict
+    wait: dict
+    bytes: dict
+    hbm_bytes: Any
+    l1_read_bytes: Any
+    l1_fill_bytes: Any
+    footprints: dict
+    traffic: Traffic
+    steps: Any
+
+
+class Price(NamedTuple):
+    """One call: the total and its kernels, in the order of the graph."""
+
+    seconds: Any
+    kernels: tuple[KernelPrice, ...]
+
+
+def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options: Options, temperature=0.0) -> Price:
+    """Price a call. Differentiable in `t` (homogeneous of degree 1), in the tile and in the capacities of `d`.
+
+    temperature: a plain 0 = exact; above it counts are relaxed and the discrete knobs are blended.
+    """
+    graph = compile_graph(options.masked, tile.fusion)
+    kernels = tuple(_price_kernel(kernel, t, p, tile, d, options, temperature) for kernel in graph.kernels)
+    return Price(sum(k.launch + k.core for k in kernels), kernels)
+
+
+def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature) -> KernelPrice:
+    table = stage_table(kernel, d.arch)
+    table = table if o.overlap else table.serial()
+    b = once(tiling.cut(p, tile, o.transient, temperature))
+    feet = tiling.footprints(p, tile, d, b, kernel.kinds)
+    work = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
+    x = once(tiling.share_of_chip(p, d, b, feet["L1"], work, temperature))
+    corners = _corners(b, d, len(kernel.ops) > 1, temperature)
+    seconds = {s.name: stage_seconds(s, table, t, p, d, x, corners) for s in table.stages}
+    seconds = once(seconds)
+    head, heaviest = _head_times(table, seconds, b, tile, t.sync, o, temperature)
+    per_core = x.waves / b.q_blocks  # heads that the busiest core works through
+    calls = p.batch * p.q_heads
+    moved = {s.name: calls * _per_head(s, b, stage_bytes(s, p, x, corners)) for s in table.stages}
+    fills = sum(v for s, v in zip(table.stages, moved.values(), strict=True) if s.action in ("gm_l1", "ub_l1"))
+    reads = [sum(l0_bytes(s, p, corners)) + 0 * corners.rows * corners.cols for s in table.stages if s.action == "matmul"]
+    return KernelPrice(
+        launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
+        core=jnp.maximum(per_core * head.makespan, heaviest),
+        busy={s.name: per_core * _per_head(s, b, seconds[s.name]) for s in table.stages},
+        wait={s.name: per_core * head.wait[i] for i, s in enumerate(table.stages)},
+        bytes=moved,
+        hbm_bytes=_hbm_bytes(table, moved, x),
+        l1_read_bytes=calls * sum(_per_head(_STEP, b, r) for r in reads) if reads else jnp.zeros_like(b.rows),
+        l1_fill_bytes=fills + jnp.zeros_like(b.rows),
+        footprints=feet,
+        traffic=x,
+        steps=calls * b.steps,
+    )
+
+
+def _corners(b: Blocks, d: DeviceSpec, fused: bool, temperature) -> Block:
+    """Block sizes [2, 2]: full and ragged rows by full and ragged columns."""
+    rows, cols = jnp.stack([b.rows, b.tail_rows])[:, None], jnp.stack([b.cols, b.tail_cols])[None, :]
+    return Block(rows, cols, d.vector_cores_per_cube, fused, temperature)
+
+
+def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
+    """Times of all tasks of a head, and of its longest task. Between whole buffers and lookaheads: the mean of the
+    neighbours."""
+
+    def at(buffers, lookahead):
+        k = knobs(table, buffers, lookahead, sync)
+        full, tail = ({n: s[:, j] for n, s in seconds.items()} for j in (0, 1))  # [2]: full rows, ragged rows
+        both, lengths = jax.vmap(lambda f, t: fast(table, f, t, b.kv_blocks, k, o.transient, o.waits))(full, tail)
+        whole, ragged = (jax.tree.map(lambda x: x[i], both) for i in (0, 1))
+        lengths = jax.tree.map(lambda x: x[0], lengths)
+        early = gate(b.q_blocks - b.reach_end) * tiling.at_length(lengths.makespan, b.kv_blocks - 1)
+        heaviest = jnp.maximum(jnp.maximum(early, ragged.makespan), gate(b.reach_end - 1) * whole.makespan)
+        return jax.tree.map(partial(tiling.over_tasks, b), lengths, whole, ragged), heaviest
+
+    lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
+    if isinstance(temperature, (int, float)) and temperature == 0:
+        return at(tile.buffers, lookahead)
+    low = [jax.lax.stop_gradient(jnp.floor(x)) for x in (tile.buffers, lookahead)]
+    share = [x - whole for x, whole in zip((tile.buffers, lookahead), low, strict=True)]
+    corners = [(i, j) for i in (0.0, 1.0) for j in (0.0, 1.0)]
+    weights = jnp.stack([tent(share[0] - i) * tent(share[1] - j) for i, j in corners])
+    values = jax.vmap(lambda c: at(low[0] + c[0], low[1] + c[1]))(jnp.asarray(corners))
+    return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), values)
+
+
+class _Step(NamedTuple):
+    when: str = "step"
+
+
+_STEP = _Step()
+
+
+def _per_head(stage, b: Blocks, corners):
+    """Sum over the runs of a stage in one head of a quantity given for the four [2, 2] block sizes."""
+    full, tail, ragged_full, ragged_tail = corners[0, 0], corners[0, 1], corners[1, 0], corners[1, 1]
+    if stage.when != "step":
+        return (b.q_blocks - 1) * full + ragged_full
+    at_end = jnp.maximum(b.reach_end - 1, 0.0)
+    inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)
+    return inner * full + at_end * tail + jnp.maximum(b.kv_blocks - 1, 0.0) * ragged_full + ragged_tail
+
+
+def _hbm_bytes(table: StageTable, moved: dict, x: Traffic):
+
+    return sum(moved[s.name] * miss_share(s, x) for s in table.stages if s.action in GM_PATHS)
+
+
+@partial(jax.jit, static_argnames="options")
+def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> tuple[Price, TimeConstants]:
+    """Exact price, and the breakdown: each time constant times the gradient of the seconds with respect to it."""
+    t = time_constants(d, options.dtype)
+
+    def seconds(t):
+        result = price(t, p, tile, d, options)
+        return result.seconds, result
+
+    (_, result), gradient = jax.value_and_grad(seconds, has_aux=True)(t)
+    return result, jax.tree.map(jnp.multiply, t, gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """One stage of the busiest core. busy and dma_wait in seconds; bytes of the whole call."""
+
+    name: str
+    op: str
+    pipe: str
+    busy: float
+    dma_wait: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes that a tile needs in one buffer of a core, and bytes that there are."""
+
+    buffer: str
+    needed: float
+    available: float
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call costs on one device, all in SI units.
+
+    seconds        total, launches included
+    stages         in program order; busy and dma_wait of the busiest core
+    traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
+    l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1
+    l2_hit_rate    share of the bytes asked from global memory that L2 serves
+    launches, launch_seconds
+    breakdown      seconds by time constant (see `durations.TimeConstants`): constant * d seconds / d constant; adds up
+    lower_bound    busiest pipe and launches; upper_bound: everything in a row
+    bound          the busiest pipe
+    footprints     per buffer, the largest over the kernels
+    """
+
+    shape: AttentionShape
+    device: str
+    tile: TileConfig
+    seconds: float
+    stages: tuple[StageCost, ...]
+    traffic: dict[str, float]
+    l1_hit_rate: float
+    l2_hit_rate: float
+    launches: int
+    launch_seconds: float
+    breakdown: dict[str, float]
+    lower_bound: float
+    upper_bound: float
+    bound: str
+    footprints: tuple[Footprint, ...]
+    tasks: int
+    steps: int
+    cores: int
+    graph: str
+
+    @property
+    def launch_share(self) -> float:
+        return self.launch_seconds / self.seconds
+
+    def by_op(self, field: str) -> dict[str, float]:
+        """Seconds of "busy" or "dma_wait" of compute stages per graph op: the article's table."""
+        ops: dict[str, float] = {}
+        for s in self.stages:
+            if s.pipe in _COMPUTE_PIPES:
+                ops[s.op] = ops.get(s.op, 0.0) + getattr(s, field)
+        return ops
+
+
+_COMPUTE_PIPES = ("CUBE", "VECTOR")
+
+
+def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, overlap: bool = True) -> Cost:
+    """Price one call with an explicit tile.
+
+    overlap False prices the same work with no transfer beside any computation.
+
+    Raises ValueError when a buffer is too small for the tile (buffer, bytes needed, bytes available), or when the
+    device has no such dtype.
+    """
+    problems = illegal(shape, device, tile)
+    if problems:
+        raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))
+    options = Options(shape.dtype, shape.mask is not None, overlap)
+    result, breakdown = _priced(*arguments(shape, tile, device), options)
+    return _cost(shape, device, tile, options, jax.device_get(result), jax.device_get(breakdown))
+
+
+def arguments(shape: AttentionShape, tile: TileConfig, device: DeviceSpec):
+    """(Problem, tile, device) as arrays of the default real type, so that calls share one compilation."""
+    time_constants(device, shape.dtype)  # an unknown dtype is refused before anything is compiled
+    return jax.tree.map(_real, (Problem.of(shape), tile, device.anonymous()))
+
+
+def _real(x):
+    return x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(float))
+
+
+@partial(jax.jit, static_argnames="masked")
+def _footprints(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
+    b = tiling.cut(p, tile, 1)
+    graph = compile_graph(masked, tile.fusion)
+    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in graph.kernels]
+    return {name: jnp.stack([f[name] for f in feet]).max(0) for name in feet[0]}
+
+
+def footprints(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> tuple[Footprint, ...]:
+    """Bytes needed and available of every buffer, the largest over the kernels of the call."""
+    needed = _footprints(*arguments(shape, tile, device), masked=shape.mask is not None)
+    available = tiling.capacities(device)
+    return tuple(Footprint(name, float(n), float(available[name])) for name, n in needed.items())
+
+
+def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
+    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available.
+
+    Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
+    """
+    feet = footprints(shape, device, tile)
+    return [
+        f"{f.buffer} needs {f.needed:,.0f} bytes, there are {f.available:,.0f}"
+        for f in feet
+        if not f.fits and not (f.buffer == "L1" and device.overflow == "spill")
+    ]
+
+
+def _cost(shape, device, tile, options: Options, result: Price, breakdown: TimeConstants) -> Cost:
+    graph = compile_graph(options.masked, tile.fusion)
+    tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
+    stages = tuple(
+        StageCost(s.name, s.op, s.pipe, float(k.busy[s.name]), float(k.wait.get(s.name, 0.0)), float(k.bytes[s.name]))
+        for table, k in zip(tables, result.kernels, strict=True)
+        for s in table.stages
+    )
+    actions = [s.action for table in tables for s in table.stages]
+    traffic = {path: sum(s.bytes for s, a in zip(stages, actions, strict=True) if a == path) for path in dict.fromkeys(actions)}
+    traffic = {path: total for path, total in traffic.items() if path not in ("matmul", "vector")}
+    asked = sum(total for path, total in traffic.items() if path in GM_PATHS)
+    traffic["hbm"] = float(sum(k.hbm_bytes for k in result.kernels))
+    pipes = [_pipe_seconds(table, k) for table, k in zip(tables, result.kernels, strict=True)]
+    launch = float(sum(k.launch for k in result.kernels))
+    reads, fills = (float(sum(x)) for x in zip(*((k.l1_read_bytes, k.l1_fill_bytes) for k in result.kernels), strict=True))
+    together: dict[str, float] = {}
+    for kernel in pipes:
+        for pipe, seconds in kernel.items():
+            together[pipe] = together.get(pipe, 0.0) + seconds
+    capacity = tiling.capacities(device)
+    return Cost(
+        shape=shape,
+        device=device.name,
+        tile=tile,
+        seconds=float(result.seconds),
+        stages=stages,
+        traffic=traffic,
+        l1_hit_rate=max(0.0, 1 - fills / reads),
+        l2_hit_rate=1 - traffic["hbm"] / asked,
+        launches=graph.launches,
+        launch_seconds=launch,
+        breakdown={name: float(v) for name, v in breakdown._asdict().items() if v},
+        lower_bound=launch + sum(max(kernel.values()) for kernel in pipes),
+        upper_bound=launch + sum(s.busy for s in stages) + float(breakdown.sync),
+        bound=max(together, key=together.__getitem__),
+        footprints=tuple(
+            Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(capacity[name])) for name in capacity
+        ),
+        tasks=round(float(result.kernels[0].traffic.tasks)),
+        steps=round(float(result.kernels[0].steps)),
+        cores=round(float(result.kernels[0].traffic.active)),
+        graph=str(graph),
+    )
+
+
+def _pipe_seconds(table: StageTable, k: KernelPrice) -> dict[str, float]:
+    return {pipe: sum(float(k.busy[s.name]) for s in table.stages if s.pipe == pipe) for pipe in table.pipes}

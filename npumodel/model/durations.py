@@ -1,0 +1,265 @@
+"""Seconds of every stage of one step, from counts and from the chip's time constants.
+
+Every duration is linear in `TimeConstants`, so the total time is homogeneous of degree 1 in them, and
+sum(constant * d seconds / d constant) is the total: the breakdown is the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..hardware import DeviceSpec
+from ..relax import ceil_div
+from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
+from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth, vector_floor
+
+#: Vector passes over the scores: (elements at the add rate, at the reduce rate, at the exp rate) per score.
+#: Online softmax: scale, subtract max, cast; row max, row sum; exp.
+SOFTMAX_PASSES = (3, 2, 1)
+#: Softmax as its own kernel reads S twice: max and sum first (scale, subtract; max, sum; exp), then the probabilities
+#: (scale, subtract, divide by the sum, cast; exp).
+SOFTMAX_ALONE_PASSES = (6, 2, 2)
+#: Applying a mask: cast or select, then add.
+MASK_PASSES = (2, 0, 0)
+#: Rescaling the accumulator: multiply by alpha; add the partial, a two-source op, which the bank conflict makes as
+#: slow as a reduction (HARDWARE section 2: 2 cycles a repeat).
+RESCALE_PASSES = (1, 1, 0)
+#: Dividing by the row sum runs at the exp rate (vendor table: Div as Exp); then the cast.
+FINALIZE_PASSES = (1, 0, 1)
+#: Moving L0C to UB by the vector unit (coupled): the move itself is charged in bytes.
+DRAIN_PASSES = (0, 0, 0)
+
+
+class TimeConstants(NamedTuple):
+    """What a chip takes, all in seconds per something, per core or vector unit unless said otherwise.
+
+    mac                     per multiply-add
+    mmad                    per matrix instruction, start-up
+    hbm                     per byte, whole chip, achieved
+    gm_l1 ... l1_l0b        per byte of a path
+    vector, exp, reduce     per float32 element
+    vector_instr            per vector instruction
+    sync                    per hand-over between cube and vector unit
+    launch, launch_core, launch_task   per launch; per launch and core; per task that a core starts
+    """
+
+    mac: Any
+    mmad: Any
+    hbm: Any
+    gm_l1: Any
+    gm_ub: Any
+    ub_gm: Any
+    l0c_gm: Any
+    l0c_ub: Any
+    ub_l1: Any
+    l1_l0a: Any
+    l1_l0b: Any
+    vector: Any
+    exp: Any
+    reduce: Any
+    vector_instr: Any
+    sync: Any
+    launch: Any
+    launch_core: Any
+    launch_task: Any
+
+
+#: What each time constant is, in words, for the breakdown.
+CONSTANT_TITLES = {
+    "mac": "cube multiply-adds",
+    "mmad": "cube instruction start-up",
+    "hbm": "HBM bandwidth",
+    "gm_l1": "GM/L2 -> L1 (MTE2)",
+    "gm_ub": "GM/L2 -> UB (MTE2)",
+    "ub_gm": "UB -> GM (MTE3)",
+    "l0c_gm": "L0C -> GM (fixpipe)",
+    "l0c_ub": "L0C -> UB",
+    "ub_l1": "UB -> L1 (MTE3)",
+    "l1_l0a": "L1 -> L0A (MTE1)",
+    "l1_l0b": "L1 -> L0B (MTE1)",
+    "vector": "vector add/multiply/cast",
+    "exp": "vector exp",
+    "reduce": "vector reduce",
+    "vector_instr": "vector instruction overhead",
+    "sync": "cube-vector hand-over",
+    "launch": "kernel launch",
+    "launch_core": "launch, per core",
+    "launch_task": "launch, per task",
+}
+
+
+def time_constants(d: DeviceSpec, dtype: str) -> TimeConstants:
+    """Seconds per unit of work on device `d` for elements of `dtype`.
+
+    Raises ValueError when the chip's matrix unit has no such dtype.
+    """
+    if dtype not in d.macs_per_cycle:
+        raise ValueError(
+            f"dtype: expected one that {d.name or 'this device'} multiplies ({', '.join(d.macs_per_cycle)}), got {dtype!r}"
+        )
+
+    def per_byte(per_cycle, hz):
+        return 0.0 if per_cycle is None else 1 / (per_cycle * hz)
+
+    cube, vec = d.cube_hz, d.vector_hz
+    return TimeConstants(
+        mac=1 / (d.macs_per_cycle[dtype] * cube),
+        mmad=d.mmad_head_cycles / cube,
+        hbm=1 / (d.hbm_bytes_per_s * d.hbm_efficiency),
+        gm_l1=per_byte(d.gm_to_l1_bytes_per_cycle, cube),
+        gm_ub=per_byte(d.gm_to_ub_bytes_per_cycle, vec),
+        ub_gm=per_byte(d.ub_to_gm_bytes_per_cycle, vec),
+        l0c_gm=per_byte(d.l0c_to_gm_bytes_per_cycle, cube),
+        l0c_ub=per_byte(d.l0c_to_ub_bytes_per_cycle, cube),
+        ub_l1=per_byte(d.ub_to_l1_bytes_per_cycle, vec),
+        l1_l0a=per_byte(d.l1_to_l0a_bytes_per_cycle, cube),
+        l1_l0b=per_byte(d.l1_to_l0b_bytes_per_cycle, cube),
+        vector=1 / (d.vector_elements_per_cycle * vec),
+        exp=1 / (d.exp_elements_per_cycle * vec),
+        reduce=1 / (d.reduce_elements_per_cycle * vec),
+        vector_instr=d.vector_instr_cycles / vec,
+        sync=d.sync_cycles / cube,
+        launch=d.launch_base_s,
+        launch_core=d.launch_per_core_s,
+        launch_task=d.launch_per_task_s,
+    )
+
+
+class Block(NamedTuple):
+    """One step's work: rows x cols scores of a task, on `units` vector units, in a kernel of `fused` or single ops."""
+
+    rows: Any
+    cols: Any
+    units: Any
+    fused: bool
+    temperature: Any
+
+
+def stage_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
+    """Seconds of one run of one stage of `table` for a block of the given size."""
+    return _seconds(stage, table, t, p, d, x, b) + jnp.zeros_like(b.rows * b.cols)
+
+
+def stage_bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
+    """Bytes that one run of a transfer moves, by one core with all its vector units (0 for compute)."""
+    return jnp.zeros_like(b.rows * b.cols) if stage.compute else _bytes(stage, p, x, b)
+
+
+def _seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
+    if stage.action == "matmul":
+        return _matmul_seconds(stage, t, p, d, b)
+    if stage.action == "vector":
+        return _vector_seconds(stage, table, t, p, d, b)
+    return _move_seconds(stage, t, p, d, x, b)
+
+
+def _matmul_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, b: Block):
+    """Matrix unit against MTE1, both streaming L0 blocks with ping-pong: the first load, then the slower of the two.
+
+    Matrix unit: head + ceil(m/16) ceil(n/16) ceil(k/k0) cycles an instruction (vendor formula; k0 = 32 bytes).
+    """
+    m, n, k = _matmul_sizes(stage, p, b)
+    e, temp = p.element_bytes, b.temperature
+    k_fractal, k_block = 32 / e, l0_depth(d, e)
+    macs = FRACTAL * ceil_div(m, FRACTAL, temp) * FRACTAL * ceil_div(n, FRACTAL, temp)
+    macs = macs * k_fractal * ceil_div(k, k_fractal, temp)
+    m_blocks, n_blocks, k_blocks = ceil_div(m, L0_BLOCK, temp), ceil_div(n, L0_BLOCK, temp), ceil_div(k, k_block, temp)
+    cube = macs * t.mac + m_blocks * n_blocks * k_blocks * t.mmad
+    bytes_a, bytes_b = l0_bytes(stage, p, b)
+    mte1 = bytes_a * t.l1_l0a + bytes_b * t.l1_l0b
+    depth = jnp.minimum(k, k_block) * e
+    first = depth * (jnp.minimum(m, L0_BLOCK) * t.l1_l0a + jnp.minimum(n, L0_BLOCK) * t.l1_l0b)
+    return first + jnp.maximum(cube, mte1 - first)
+
+
+def _matmul_sizes(stage: Stage, p: Problem, b: Block):
+    return (b.rows, b.cols, p.head_dim) if stage.op == "qk" else (b.rows, p.v_head_dim, b.cols)
+
+
+def l0_bytes(stage: Stage, p: Problem, b: Block):
+    """Bytes that one matmul stage reads from L1 into L0A and L0B: each operand once per L0 block of the other."""
+    m, n, k = _matmul_sizes(stage, p, b)
+    n_blocks, m_blocks = ceil_div(n, L0_BLOCK, b.temperature), ceil_div(m, L0_BLOCK, b.temperature)
+    return m * k * p.element_bytes * n_blocks, k * n * p.element_bytes * m_blocks
+
+
+_PASSES = {
+    "softmax": SOFTMAX_PASSES,
+    "mask": MASK_PASSES,
+    "rescale": RESCALE_PASSES,
+    "finalize": FINALIZE_PASSES,
+    "drain_s": DRAIN_PASSES,
+    "drain_o": DRAIN_PASSES,
+}
+
+
+def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, b: Block):
+    """Vector passes over a unit's share of the block, a vector tile at a time; each pass is one instruction a tile."""
+    rows, cols = _unit_rows(b), _padded(p.v_head_dim if stage.tensor in ("o", "o_final") else b.cols, b)
+    elements = rows * cols
+    passes = SOFTMAX_ALONE_PASSES if stage.name == "softmax" and not b.fused else _PASSES[stage.name]
+    add, reduce, exp = passes
+    tiles = ceil_div(elements * ACC_BYTES, jnp.maximum(d.vector_tile_bytes, vector_floor(b)), b.temperature)
+    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp) + sum(passes) * tiles * t.vector_instr
+    if stage.name == "softmax":  # new maximum, its exp, the running sum: a few ops on one value a row
+        seconds = seconds + rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
+    fills_ub = table.arch == "coupled" and any(w in ("qk_matmul", "pv_matmul") for w in stage.waits)
+    return seconds + fills_ub * elements * ACC_BYTES * t.l0c_ub
+
+
+def _unit_rows(b: Block):
+    return ceil_div(b.rows, b.units, b.temperature)
+
+
+def _padded(cols, b: Block):
+    """Columns in whole 32-byte blocks of float32 (vendor: UB is addressed in 32 bytes)."""
+    return MIN_VECTOR_ROWS * ceil_div(cols, MIN_VECTOR_ROWS, b.temperature)
+
+
+def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
+    e = p.element_bytes
+    scores = b.rows * b.cols
+    q, k, v = b.rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * e
+    reads = 2 if stage.op == "softmax" and stage.name == "load_s" and not b.fused else 1
+    size = {
+        "q": q,
+        "k": k + x.spill * (q + k),  # what does not fit in L1 is fetched again every step: Q and K for QK^T,
+        "v": v + x.spill * (v + scores * e),  # V and P for PV
+        "s": reads * scores * ACC_BYTES,
+        "p": scores * e,
+        "mask": scores * p.mask_bytes,
+        "o": b.rows * p.v_head_dim * ACC_BYTES,
+        "o_final": b.rows * p.v_head_dim * e,
+    }
+    return size[stage.tensor] + jnp.zeros_like(scores)
+
+
+def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
+    """A transfer: bytes times seconds a byte of its path. Across global memory, a byte from HBM costs the slower of the
+    path and this core's share of the HBM bandwidth, and every burst costs `burst_half_bytes` more:
+    bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4)."""
+    path = getattr(t, stage.action)
+    units = b.units if stage.action in VECTOR_PATHS else 1.0
+    moved = _bytes(stage, p, x, b) / units
+    if stage.action not in GM_PATHS:
+        return moved * path
+    miss = miss_share(stage, x)
+    from_hbm = jnp.maximum(path, t.hbm * x.active * units)
+    return (moved + _bursts(stage, d, b) * d.burst_half_bytes) * ((1 - miss) * path + miss * from_hbm)
+
+
+def miss_share(stage: Stage, x: Traffic):
+    """Share of a tensor's bytes that come from, or end up in, HBM."""
+    return {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.work_miss, "p": x.work_miss, "o": x.work_miss}.get(
+        stage.tensor, 1.0
+    )
+
+
+def _bursts(stage: Stage, d: DeviceSpec, b: Block):
+    """Transfers per step: one, but scores enter UB one vector tile at a time."""
+    if stage.action != "gm_ub" or stage.tensor not in ("s", "mask"):
+        return 1.0
+    tile = jnp.maximum(d.vector_tile_bytes, vector_floor(b))
+    return ceil_div(_unit_rows(b) * b.cols * ACC_BYTES, tile, b.temperature)

@@ -1,0 +1,111 @@
+"""Graph compiler: one attention call becomes a graph of ops, passes simplify it, and it is cut into kernels.
+
+`lower` is a function from the call to its graph; `fold_mask` and `fuse` are passes, each of which says what it did and
+why. The stage tables (`model/stages`) are derived from the kernels, so the graph decides how data flow between units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..workload import AttentionShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One node: `kind` is "qk" | "mask" | "softmax" | "pv"; `unit` is "cube" or "vector"; tensors by name."""
+
+    kind: str
+    title: str
+    unit: str
+    inputs: tuple[str, ...]
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Ops that run as one launch. Tensors made and used inside never become kernel inputs or outputs."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(op.kind for op in self.ops)
+
+    def produced(self, tensor: str) -> Op | None:
+        """The op of this kernel that makes `tensor`, or None when it comes from global memory."""
+        return next((op for op in self.ops if op.output == tensor), None)
+
+    def used(self, tensor: str) -> bool:
+        """Whether an op of this kernel reads `tensor`."""
+        return any(tensor in op.inputs for op in self.ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """Kernels in topological order, and what each pass had to say."""
+
+    kernels: tuple[Kernel, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def launches(self) -> int:
+        return len(self.kernels)
+
+    def __str__(self):
+        rows = [f"kernel {i}: " + " -> ".join(op.title for op in k.ops) for i, k in enumerate(self.kernels)]
+        return "\n".join(rows + [f"  {note}" for note in self.notes])
+
+
+_QK = Op("qk", "MatMul(Q,K)", "cube", ("q", "k"), "s")
+_MASK = Op("mask", "Mask", "vector", ("s", "mask"), "s_masked")
+_SOFTMAX = Op("softmax", "Softmax", "vector", ("s",), "p")
+_PV = Op("pv", "MatMul(P,V)", "cube", ("p", "v"), "o")
+
+#: Titles of the three ops that every call has, in order, and the unit that runs each (the article's names).
+STAGE_TITLES = (("qk", "MatMul(Q,K)", "tensor_core"), ("softmax", "Softmax", "vector_core"), ("pv", "MatMul(P,V)", "tensor_core"))
+
+
+def lower() -> Graph:
+    """One op per kernel: MatMul(Q,K) -> Mask -> Softmax -> MatMul(P,V). Without a mask the Mask op fills zeros."""
+    softmax = dataclasses.replace(_SOFTMAX, inputs=("s_masked",))
+    return Graph(tuple(Kernel((op,)) for op in (_QK, _MASK, softmax, _PV)))
+
+
+def fold_mask(graph: Graph, masked: bool) -> Graph:
+    """Drop the Mask op when there is no mask: its zero-fill changes nothing, and one launch goes with it."""
+    if masked:
+        return dataclasses.replace(graph, notes=graph.notes + ("fold_mask: refused, the call reads a mask tensor",))
+    kept = []
+    for kernel in graph.kernels:
+        ops = tuple(_read_scores(op) for op in kernel.ops if op.kind != "mask")
+        kept += [Kernel(ops)] if ops else []
+    return Graph(tuple(kept), graph.notes + ("fold_mask: no mask tensor, one launch fewer",))
+
+
+def _read_scores(op: Op) -> Op:
+    return dataclasses.replace(op, inputs=tuple("s" if name == "s_masked" else name for name in op.inputs))
+
+
+def fuse(graph: Graph, fusion: str) -> Graph:
+    """Put all ops into one kernel ("fused") or leave one kernel per op ("unfused").
+
+    The ops depend on each other, so they cannot share a task block side by side; fused, they hand blocks over inside
+    the kernel, and each hand-over between the matrix and the vector unit costs a synchronisation.
+    """
+    if fusion == "unfused":
+        return dataclasses.replace(graph, notes=graph.notes + ("fuse: not asked for, S and P cross global memory whole",))
+    ops = tuple(op for kernel in graph.kernels for op in kernel.ops)
+    crossings = sum(a.unit != b.unit for a, b in zip(ops, ops[1:], strict=False))
+    note = f"fuse: {len(ops)} ops in one kernel, {crossings} hand-overs between cube and vector units per step"
+    return Graph((Kernel(ops),), graph.notes + (note,))
+
+
+def compile_graph(masked: bool, fusion: str) -> Graph:
+    """The passes in order: lower, fold the mask, fuse."""
+    return fuse(fold_mask(lower(), masked), fusion)
+
+
+def graph_of(shape: AttentionShape, fusion: str = "fused") -> Graph:
+    """The graph that a call of this shape runs as."""
+    return compile_graph(shape.mask is not None, fusion)

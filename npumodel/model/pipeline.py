@@ -1,0 +1,335 @@
+"""The schedule: when every stage of every step runs, as a max-plus recurrence over a stage table.
+
+    x_i(n) = d_i + max( x_waits(n),  x_previous_on_pipe,  x_who_frees_my_buffer(n - depth) )
+
+Pipes are in-order queues. Slot s of the program holds the front stages of step s and the back stages of step s - lookahead,
+so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1).
+
+A stage table is wired once into numbers (`Wiring`: which entries of the state a stage looks at), and one small loop runs
+any table, so that compile time does not grow with the number of stages. Two readings share that loop:
+  `trajectory`  every slot, as long as the task (exact; makes the trace)
+  `fast`        a transient, then the period times the rest: O(1) in the sequence length
+
+Ties in a maximum split the gradient evenly between the tied terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..relax import tent
+from ..tile import MAX_BUFFERS, MAX_LOOKAHEAD
+from .stages import Stage, StageTable
+
+#: After the transient the state repeats with this period: the least common multiple of the buffer depths 1..4.
+PERIOD = 12
+#: Slots that `fast` runs one by one. Pipelines have settled after 24; the last PERIOD of them measure the period.
+TRANSIENT = 24 + PERIOD
+
+#: Minus infinity of the max-plus algebra, in seconds: finite, so that gradients stay finite.
+NEVER = -1e9
+
+
+class Knobs(NamedTuple):
+    """What the schedule takes from the tile and the device: lookahead steps, buffer depths, hand-over latency (s).
+    Lookahead and depths hold whole numbers (traced or not)."""
+
+    lookahead: Any
+    depths: dict
+    sync: Any
+
+
+class TaskTimes(NamedTuple):
+    """What one task costs: makespan (s), and per stage the seconds that it waited for transfers [stages], in the order
+    of the table (0 for transfers)."""
+
+    makespan: Any
+    wait: Any
+
+
+def knobs(table: StageTable, buffers, lookahead, sync) -> Knobs:
+    """Resolve the depth rules of `table` for one tile."""
+    rule = {"buffers": buffers, "lookahead": lookahead + 1}
+    return Knobs(lookahead, {name: rule.get(depth, depth) for name, depth in table.depths}, sync)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """A stage table as numbers. The state is one vector of times: when each pipe is free, when each stage last ended,
+    and, for the stages that somebody looks back at, their ends 1, 2, .. HISTORY slots ago."""
+
+    table: StageTable
+
+    HISTORY = max(MAX_BUFFERS, MAX_LOOKAHEAD)
+
+    @cached_property
+    def order(self) -> tuple[Stage, ...]:
+        """The stages of one slot in program order: front, then back."""
+        return tuple(sorted(self.table.when("step"), key=lambda s: s.group == "back"))
+
+    @cached_property
+    def looked_at(self) -> tuple[str, ...]:
+        names = [s.freed_by for s in self.order if s.freed_by] + [n for s in self.order for n in self.lagging(s)]
+        return tuple(dict.fromkeys(names))
+
+    def lagging(self, stage: Stage) -> tuple[str, ...]:
+        """Front stages that a back stage waits for: it finds them `lookahead` slots ago."""
+        if stage.group != "back":
+            return ()
+        names = dict.fromkeys(stage.waits + self.table.upstream(stage))
+        return tuple(n for n in names if self.table.stage(n).when == "step" and self.table.stage(n).group == "front")
+
+    def pipe(self, name: str) -> int:
+        return self.table.pipes.index(name)
+
+    def end(self, name: str) -> int:
+        return len(self.table.pipes) + [s.name for s in self.table.stages].index(name)
+
+    def past(self, name: str, slots_ago: int) -> int:
+        """Where the end of a stage `slots_ago` slots before the current one is kept (1 or more)."""
+        first = len(self.table.pipes) + len(self.table.stages)
+        return first + (slots_ago - 1) * len(self.looked_at) + self.looked_at.index(name)
+
+    @property
+    def size(self) -> int:
+        return len(self.table.pipes) + len(self.table.stages) + self.HISTORY * len(self.looked_at)
+
+    @cached_property
+    def turn(self) -> np.ndarray:
+        """The state at the start of a slot, as places of the state at the end of the one before: the past grows older."""
+        fixed = list(range(len(self.table.pipes) + len(self.table.stages)))
+        newest = [self.end(n) for n in self.looked_at]
+        older = [self.past(n, ago) for ago in range(1, self.HISTORY) for n in self.looked_at]
+        return np.array(fixed + newest + older)
+
+    def starts(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
+        """(place, seconds to add) of all that a stage waits for; NEVER switches a place off."""
+        terms = [(self.pipe(stage.pipe), 0.0)]
+        for name in stage.waits:
+            if stage.when == "task_end" or self.table.stage(name).when == "step":
+                terms += self._ends(stage, name, k, k.sync if stage.sync else 0.0)
+        return terms + self._freed(stage, k)
+
+    def unhindered(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
+        """The same if transfers took no time: the pipe, the computations that feed the stage, and those that free its
+        buffer."""
+        terms = [(self.pipe(stage.pipe), 0.0)]
+        for name in self.table.upstream(stage):
+            terms += self._ends(stage, name, k, 0.0)
+        return terms + (self._freed(stage, k) if stage.buffer and self.table.stage(stage.freed_by or "").compute else [])
+
+    def _ends(self, stage: Stage, name: str, k: Knobs, more) -> list[tuple[int, Any]]:
+        if name not in self.lagging(stage):
+            return [(self.end(name), more)]
+        places = [self.end(name)] + [self.past(name, ago) for ago in range(1, MAX_LOOKAHEAD + 1)]
+        return [(place, _only(k.lookahead == i, more)) for i, place in enumerate(places)]
+
+    def _freed(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
+        """The buffer slot taken `depth` steps ago: a back stage frees it `lookahead` program slots later."""
+        if not stage.buffer:
+            return []
+        freed_by, depth = stage.freed_by or "", k.depths[stage.buffer]
+        if stage.group == "front" and self.table.stage(freed_by).group == "back":
+            depth = depth - k.lookahead
+        return [(self.past(freed_by, ago), _only(depth == ago, 0.0)) for ago in range(1, MAX_BUFFERS + 1)]
+
+
+def _only(condition, value):
+    return jnp.where(condition, value, NEVER)
+
+
+class _Rows(NamedTuple):
+    """Per stage: places it looks at [stages, most] and seconds to add, the same for `unhindered`, its pipe and end."""
+
+    look: Any
+    add: Any
+    look_free: Any
+    add_free: Any
+    pipe: Any
+    end: Any
+
+
+def _rows(wiring: Wiring, stages: tuple[Stage, ...], k: Knobs) -> _Rows:
+    def padded(terms):
+        most = max(map(len, terms))
+        places = np.array([[place for place, _ in row] + [0] * (most - len(row)) for row in terms])
+        add = [jnp.stack([jnp.asarray(a, jnp.result_type(float)) for _, a in row] + [NEVER] * (most - len(row))) for row in terms]
+        return places, jnp.stack(add)
+
+    pipes, ends = [wiring.pipe(s.pipe) for s in stages], [wiring.end(s.name) for s in stages]
+    starts, free = padded([wiring.starts(s, k) for s in stages]), padded([wiring.unhindered(s, k) for s in stages])
+    return _Rows(*starts, *free, np.array(pipes), np.array(ends))
+
+
+def _run(rows: _Rows, state, durations, on, waits: bool):
+    """Run stages one after the other. durations, on [stages]; a stage that is not `on` (0..1) leaves the state as it is.
+
+    Returns (state, [stages] seconds that each waited for transfers).
+    """
+
+    def one(state, row_duration_on):
+        row, duration, on = row_duration_on
+        start = (state[row.look] + row.add).max()
+        waited = jnp.maximum(start - (state[row.look_free] + row.add_free).max(), 0.0) * on if waits else start
+        at = jnp.stack([row.pipe, row.end])
+        now = jnp.where(on > 0, start + duration, state[at])
+        return state.at[at].set(now, unique_indices=True), waited
+
+    return jax.lax.scan(one, state, (rows, durations, on))
+
+
+class _Machine(NamedTuple):
+    """A wired table with its knobs: `step` rows in program order, `back` rows alone, and the rows of the task's end."""
+
+    wiring: Wiring
+    step: _Rows
+    back: _Rows | None
+    end: _Rows | None
+    lookahead: Any
+    waits: bool
+
+    def seconds(self, durations: dict, which: str):
+        stages = {"step": self.wiring.order, "back": self._back(), "end": self.wiring.table.when("task_end")}[which]
+        return jnp.stack([durations[s.name] for s in stages])
+
+    def _back(self):
+        return tuple(s for s in self.wiring.order if s.group == "back")
+
+    def is_back(self):
+        return np.array([s.group == "back" for s in self.wiring.order])
+
+    def slot(self, state, durations, on):
+        """One slot: the past grows older, then all stages run."""
+        return _run(self.step, state[self.wiring.turn], durations, on, self.waits)
+
+    def begin(self, full: dict):
+        """The state before the first slot: buffers are free, the pipes that load first are busy until they have."""
+        state = jnp.zeros(self.wiring.size, jnp.result_type(float, *full.values()))
+        for stage in self.wiring.table.when("task_start"):
+            done = state[self.wiring.pipe(stage.pipe)] + full[stage.name]
+            state = state.at[np.array([self.wiring.pipe(stage.pipe), self.wiring.end(stage.name)])].set(done)
+        return state
+
+    def close(self, state, steps, full: dict, tail: dict):
+        """From the state before the slot of the last step to the end of the task. steps: a whole number.
+
+        Returns (state at the end, [stages of the table] seconds waited on the way).
+        """
+        tail_now = jnp.where(self.is_back(), jnp.minimum(self.lookahead, 1) == 0, True)
+        on = jnp.where(self.is_back(), steps > self.lookahead, True)
+        durations = jnp.where(tail_now, self.seconds(tail, "step"), self.seconds(full, "step"))
+        state, waited = self.slot(state, durations, on * 1.0)
+        waited = self._spread(self.wiring.order, waited)
+        if self.back is not None:
+            state, more = self._drain(state, steps, self.seconds(full, "back"), self.seconds(tail, "back"))
+            waited = waited + self._spread(self._back(), more)
+        if self.end is not None:
+            seconds = self.seconds(full, "end")
+            state, more = _run(self.end, state, seconds, jnp.ones_like(seconds), self.waits)
+            waited = waited + self._spread(self.wiring.table.when("task_end"), more)
+        return state, waited
+
+    def _drain(self, state, steps, full, tail):
+        """The back stages still owed after the last front stage."""
+
+        def body(state, r):
+            on = (r <= self.lookahead) & (r > self.lookahead - steps)
+            durations = jnp.where(r == self.lookahead, tail, full)
+            return _run(self.back, state[self.wiring.turn], durations, jnp.broadcast_to(on * 1.0, full.shape), self.waits)
+
+        state, waited = jax.lax.scan(body, state, jnp.arange(1, MAX_LOOKAHEAD + 1))
+        return state, waited.sum(0)
+
+    def _spread(self, stages, waited):
+        """Waits of some stages, at their places in the table; transfers do not count."""
+        names = [s.name for s in self.wiring.table.stages]
+        places = np.array([names.index(s.name) for s in stages])
+        waited = jnp.where(np.array([s.compute and self.waits for s in stages]), waited, 0.0)
+        return jnp.zeros(len(names), waited.dtype).at[places].set(waited)
+
+    def makespan(self, state):
+        return state[: len(self.wiring.table.pipes)].max()
+
+
+def _machine(table: StageTable, k: Knobs, waits: bool) -> _Machine:
+    wiring = Wiring(table)
+    back = tuple(s for s in wiring.order if s.group == "back")
+    groups = (wiring.order, back, table.when("task_end"))
+    return _Machine(wiring, *(_rows(wiring, group, k) if group else None for group in groups), k.lookahead, waits)  # type: ignore[arg-type]
+
+
+def fast(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool):
+    """Times of a task of `steps` steps (a real; the last one with durations `tail`), in O(transient).
+
+    Exact for whole steps up to `transient`. Returns (TaskTimes of that task, TaskTimes [transient] of tasks of
+    1, 2, ... full steps). Without `waits` the waits are zeros.
+    """
+    machine = _machine(table, k, waits)
+    seconds, is_back = machine.seconds(full, "step"), machine.is_back()
+
+    def body(state, slot):
+        on = jnp.where(is_back, slot >= k.lookahead, True)
+        after, waited = machine.slot(state, seconds, on * 1.0)
+        return after, (state, machine._spread(machine.wiring.order, waited))
+
+    _, (states, waited) = jax.lax.scan(body, machine.begin(full), jnp.arange(transient))
+    waited = jnp.cumsum(waited, 0) - waited  # before each slot
+    state, before = _fold(steps, transient, (states, waited))
+
+    def close(state, before, steps, tail):
+        end, more = machine.close(state, steps, full, tail)
+        return TaskTimes(machine.makespan(end), before + more)
+
+    whole = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0)
+    lengths = jnp.arange(1, transient + 1)
+    every = jax.vmap(close, (0, 0, 0, None))(states, waited, lengths, full)
+    return close(state, before, whole, tail), every
+
+
+def _fold(steps, transient: int, series):
+    """The entry of `series` [transient, ...] at slot steps - 1, extended by whole periods beyond the transient."""
+    periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0))
+    slots = jnp.arange(transient)
+    here, before = (tent(steps - 1 - (periods + i) * PERIOD - slots) for i in (0, 1))
+
+    def fold(x):
+        now = jnp.tensordot(here, x, 1)
+        return now + periods * (now - jnp.tensordot(before, x, 1))
+
+    return jax.tree.map(fold, series)
+
+
+def trajectory(table: StageTable, full: dict, tail: dict, steps: int, k: Knobs):
+    """Every slot of a task of `steps` steps (a plain integer), one by one.
+
+    Returns (TaskTimes, ends): ends maps each step stage to its [steps] end times in seconds, and each stage that runs
+    once to one end time.
+    """
+    machine = _machine(table, k, True)
+    wiring, is_back = machine.wiring, machine.is_back()
+    whole, ragged = machine.seconds(full, "step"), machine.seconds(tail, "step")
+    ends = np.array([wiring.end(s.name) for s in wiring.order])
+
+    def body(state, slot):
+        step = jnp.where(is_back, slot - k.lookahead, slot)
+        on = (step >= 0) & (step < steps)
+        state, waited = machine.slot(state, jnp.where(step == steps - 1, ragged, whole), on * 1.0)
+        return state, (state[ends], waited)
+
+    state, (times, waited) = jax.lax.scan(body, machine.begin(full), jnp.arange(steps + MAX_LOOKAHEAD))
+    waited = machine._spread(wiring.order, waited.sum(0))
+    if machine.end is not None:
+        last = machine.seconds(full, "end")
+        state, more = _run(machine.end, state, last, jnp.ones_like(last), True)
+        waited = waited + machine._spread(table.when("task_end"), more)
+    events = {s.name: state[wiring.end(s.name)] for s in table.stages if s.when != "step"}
+    for i, stage in enumerate(wiring.order):
+        lag = jnp.asarray(k.lookahead if stage.group == "back" else 0, int)
+        events[stage.name] = jax.lax.dynamic_slice_in_dim(times[:, i], lag, steps)
+    return TaskTimes(machine.makespan(state), waited), events

@@ -1,0 +1,215 @@
+"""Stage tables: what one kernel does on one architecture, derived from its ops and the chip's data paths.
+
+Each stage says which pipe it occupies, what it waits for and which buffer it fills. The table is data; `pipeline` runs it.
+
+Paths between units (vendor's list of legal data paths, HARDWARE section 5):
+  coupled  L0C -> UB by the vector unit itself; UB -> L1 by MTE3
+  split    cube and vector are different cores: L0C -> GM by fixpipe, GM -> UB by MTE2; UB -> GM by MTE3, GM -> L1 by MTE2
+  direct   L0C -> UB by fixpipe; UB -> L1 by MTE3
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .graph import Kernel
+
+CUBE, VECTOR, FIXP = "CUBE", "VECTOR", "FIXP"
+
+#: Data paths and the unit whose engines drive them: paths of the vector unit move its share of a block each.
+GM_PATHS = ("gm_l1", "gm_ub", "ub_gm", "l0c_gm")
+VECTOR_PATHS = ("gm_ub", "ub_gm", "ub_l1", "l0c_ub")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One row of a stage table.
+
+    op       the graph op that it serves: "qk" | "mask" | "softmax" | "pv"
+    action   "matmul" | "vector", or the data path of a transfer: "gm_l1", "gm_ub", "ub_gm", "l0c_gm", "l0c_ub", "ub_l1"
+    tensor   the tensor moved or made
+    waits    stages of the same iteration that end before it starts
+    sync     True: it crosses between cube and vector unit, and its waits cost one hand-over latency
+    buffer   the buffer that it fills; one of its slots is taken until `freed_by` of the same iteration ends
+    group    "front" (up to the softmax) or "back": back stages lag by the tile's lookahead
+    when     "task_start" | "step" | "task_end"
+    """
+
+    name: str
+    pipe: str
+    op: str
+    action: str
+    tensor: str
+    waits: tuple[str, ...] = ()
+    sync: bool = False
+    buffer: str | None = None
+    freed_by: str | None = None
+    group: str = "front"
+    when: str = "step"
+
+    @property
+    def compute(self) -> bool:
+        return self.action in ("matmul", "vector")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTable:
+    """All stages of a kernel on an architecture, in program order, and the depth rule of each buffer.
+
+    depths: buffer -> "buffers" (the tile's), "lookahead" (the tile's lookahead + 1) or a fixed number of slots.
+    """
+
+    arch: str
+    stages: tuple[Stage, ...]
+    depths: tuple[tuple[str, str | int], ...]
+
+    def stage(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.name == name)
+
+    def when(self, when: str) -> tuple[Stage, ...]:
+        return tuple(s for s in self.stages if s.when == when)
+
+    @property
+    def pipes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(s.pipe for s in self.stages))
+
+    def upstream(self, stage: Stage) -> tuple[str, ...]:
+        """Compute stages that feed `stage`, straight or through transfers."""
+        found = []
+        for wait in map(self.stage, stage.waits):
+            found += [wait.name] if wait.compute else self.upstream(wait)
+        return tuple(dict.fromkeys(found))
+
+    def serial(self) -> StageTable:
+        """The same work with nothing overlapped: one pipe does everything, in order."""
+        one = tuple(dataclasses.replace(s, pipe="SERIAL", buffer=None, freed_by=None) for s in self.stages)
+        return dataclasses.replace(self, stages=one, depths=())
+
+
+#: Slots of each buffer. K and V by the tile; P waits in L1 (coupled, direct) or in the workspace (split) for a back stage
+#: that lags by the lookahead; the rest is ping-pong (2), as the vendor's kernels do for L0C, UB and the workspace.
+_DEPTHS = {"L1.K": "buffers", "L1.V": "buffers", "L1.P_ahead": "lookahead", "GM.P": "lookahead"}
+_PING_PONG = 2
+
+
+def stage_table(kernel: Kernel, arch: str) -> StageTable:
+    """Lower one kernel to its stages on "coupled", "split" or "direct"."""
+    if len(kernel.ops) > 1:
+        stages = _fused(arch, masked="mask" in kernel.kinds)
+    else:
+        stages = _ALONE[kernel.kinds[0]](arch)
+    buffers = dict.fromkeys(s.buffer for s in stages if s.buffer)
+    return StageTable(arch, stages, tuple((b, _DEPTHS.get(b, _PING_PONG)) for b in buffers))
+
+
+def _mte2_vector(arch: str) -> str:
+    return "MTE2" if arch == "coupled" else "MTE2.V"
+
+
+def _mte3(arch: str) -> str:
+    return "MTE3" if arch == "coupled" else "MTE3.V"
+
+
+def _qk(scores_freed_by: str) -> tuple[Stage, ...]:
+    return (
+        Stage("load_q", "MTE2", "qk", "gm_l1", "q", when="task_start"),
+        Stage("load_k", "MTE2", "qk", "gm_l1", "k", buffer="L1.K", freed_by="qk_matmul"),
+        Stage("qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), buffer="L0C.S", freed_by=scores_freed_by),
+    )
+
+
+def _load_v(group: str) -> Stage:
+    return Stage("load_v", "MTE2", "pv", "gm_l1", "v", buffer="L1.V", freed_by="pv_matmul", group=group)
+
+
+# Fused: S and P stay inside the kernel ------------------------------------------------------------------------------
+
+
+def _fused(arch: str, masked: bool) -> tuple[Stage, ...]:
+    reader = "mask" if masked else "softmax"  # the vector op that takes S over
+    freed_by = reader if arch == "coupled" else "fixpipe_s"
+    moves, ready = _cube_to_vector(arch, "qk_matmul", "s", "front", reader)
+    crosses = arch != "split"  # on split the transfer itself waits for the other core's flag
+    mask = ()
+    if masked:
+        mask = (
+            Stage("load_mask", _mte2_vector(arch), "softmax", "gm_ub", "mask", buffer="UB.mask", freed_by="mask"),
+            Stage("mask", VECTOR, "softmax", "vector", "mask", (ready, "load_mask"), crosses),
+        )
+    softmax = Stage("softmax", VECTOR, "softmax", "vector", "p", ("mask",) if masked else (ready,), crosses and not masked)
+    return _qk(freed_by) + moves + mask + (softmax,) + _fused_pv(arch) + _fused_output(arch)
+
+
+def _cube_to_vector(arch: str, source: str, tensor: str, group: str, reader: str) -> tuple[tuple[Stage, ...], str]:
+    """Transfers from L0C to UB, and the stage that the vector op `reader` then waits for."""
+    fix, load, name = f"fixpipe_{tensor}", f"load_{tensor}", tensor.upper()
+    if arch == "coupled":
+        return (), source
+    if arch == "direct":
+        return (Stage(fix, FIXP, "softmax", "l0c_ub", tensor, (source,), False, f"UB.{name}", reader, group),), fix
+    return (
+        Stage(fix, FIXP, "softmax", "l0c_gm", tensor, (source,), False, f"GM.{name}", load, group),
+        Stage(load, "MTE2.V", "softmax", "gm_ub", tensor, (fix,), True, f"UB.{name}", reader, group),
+    ), load
+
+
+def _fused_pv(arch: str) -> tuple[Stage, ...]:
+    """P to the cube, and P V. V is asked for before P, since it waits for nobody."""
+    freed_by = "rescale" if arch == "coupled" else "fixpipe_o"
+    pv = Stage("pv_matmul", CUBE, "pv", "matmul", "o", ("store_p", "load_v"), True, "L0C.O", freed_by, "back")
+    if arch != "split":
+        store = Stage("store_p", _mte3(arch), "pv", "ub_l1", "p", ("softmax",), False, "L1.P_ahead", "pv_matmul")
+        return (store, _load_v("back"), pv)
+    return (
+        Stage("store_p", "MTE3.V", "pv", "ub_gm", "p", ("softmax",), False, "GM.P", "load_p"),
+        _load_v("back"),
+        Stage("load_p", "MTE2", "pv", "gm_l1", "p", ("store_p",), True, "L1.P", "pv_matmul", "back"),
+        dataclasses.replace(pv, waits=("load_p", "load_v"), sync=False),
+    )
+
+
+def _fused_output(arch: str) -> tuple[Stage, ...]:
+    moves, ready = _cube_to_vector(arch, "pv_matmul", "o", "back", "rescale")
+    return moves + (
+        Stage("rescale", VECTOR, "softmax", "vector", "o", (ready,), arch != "split", group="back"),
+        Stage("finalize", VECTOR, "softmax", "vector", "o_final", ("rescale",), when="task_end"),
+        Stage("store_o", _mte3(arch), "pv", "ub_gm", "o_final", ("finalize",), when="task_end"),
+    )
+
+
+# Unfused: one op a kernel, its operands from global memory and back ----------------------------------------------------
+
+
+def _qk_alone(arch: str) -> tuple[Stage, ...]:
+    return _qk("drain_s" if arch == "coupled" else "fixpipe_s") + _cube_to_gm(arch, "qk", "qk_matmul", "s", "step")
+
+
+def _pv_alone(arch: str) -> tuple[Stage, ...]:
+    """O accumulates in L0C over the steps and leaves once."""
+    load_p = Stage("load_p", "MTE2", "pv", "gm_l1", "p", buffer="L1.P", freed_by="pv_matmul")
+    pv = Stage("pv_matmul", CUBE, "pv", "matmul", "o", ("load_p", "load_v"))
+    return (load_p, _load_v("front"), pv) + _cube_to_gm(arch, "pv", "pv_matmul", "o_final", "task_end")
+
+
+def _cube_to_gm(arch: str, op: str, source: str, tensor: str, when: str) -> tuple[Stage, ...]:
+    name = tensor[0]
+    if arch != "coupled":
+        return (Stage(f"fixpipe_{name}", FIXP, op, "l0c_gm", tensor, (source,), when=when),)
+    return (
+        Stage(f"drain_{name}", VECTOR, op, "vector", tensor, (source,), True, when=when),
+        Stage(f"store_{name}", "MTE3", op, "ub_gm", tensor, (f"drain_{name}",), when=when),
+    )
+
+
+def _vector_alone(op: str, result: str):
+    def stages(arch: str) -> tuple[Stage, ...]:
+        load = Stage("load_s", _mte2_vector(arch), op, "gm_ub", "s", buffer="UB.S", freed_by=op)
+        mask = (Stage("load_mask", _mte2_vector(arch), op, "gm_ub", "mask", buffer="UB.mask", freed_by=op),)
+        loads = (load,) + mask * (op == "mask")
+        work = Stage(op, VECTOR, op, "vector", result, tuple(s.name for s in loads))
+        return loads + (work, Stage(f"store_{result}", _mte3(arch), op, "ub_gm", result, (op,)))
+
+    return stages
+
+
+_ALONE = {"qk": _qk_alone, "mask": _vector_alone("mask", "s"), "softmax": _vector_alone("softmax", "p"), "pv": _pv_alone}

@@ -1,0 +1,261 @@
+"""One row of the learned tile table: its key, its header and its values, as they stand in the file.
+
+Times are microseconds here (`*_us`), since `Entry` is the record of the file; `Entry.of` takes seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from npumodel.hardware.spec import DeviceSpec
+from npumodel.tile import TileConfig
+from npumodel.workload import AttentionShape
+
+#: Version of the performance model. Raise it when the same plan gets another price: rows of another one are stale.
+MODEL_VERSION = "1"
+KERNEL = "flash_attention_fwd"
+
+#: Fields of a key. An absent field means null, so that a later version can add one whose null is today's meaning;
+#: a row with a field that is unknown here (and not null) is kept, but never matches.
+EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group")
+BUCKET = ("q_len", "kv_len", "batch_heads")
+
+_KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
+_CONFIG = (*_KNOBS, "fusion")
+_FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us", "bound", "evals", "complete")
+
+
+def key_of(shape: AttentionShape) -> dict[str, Any]:
+    """The key of a call, for writing and for reading: EXACT and BUCKET fields, batch_heads = batch * q_heads."""
+    derived = {"gqa_group": shape.q_heads // shape.kv_heads, "batch_heads": shape.batch * shape.q_heads}
+    return {name: derived[name] if name in derived else getattr(shape, name) for name in EXACT + BUCKET}
+
+
+def text_of(key: Mapping[str, Any]) -> str:
+    """One text for equal keys: sorted, without nulls."""
+    return json.dumps({name: value for name, value in key.items() if value is not None}, sort_keys=True)
+
+
+def label_of(key: Any) -> str:
+    """A key for people, without what is null or false: "q_len=4096 kv_len=4096 batch_heads=128 dtype=float16 ..."."""
+    if not isinstance(key, Mapping):
+        return repr(key)
+    return " ".join(f"{name}={key[name]}" for name in (*BUCKET, *EXACT) if key.get(name) not in (None, False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What the rows of one block share. `extra`: fields of the block that this version does not know, kept as they are.
+
+    device       {name, soc, family, arch, spec_hash = fingerprint of the spec, cube_cores}
+    environment  {npumodel, jax}: versions
+    provenance   {source: "model", created: UTC in ISO 8601, command, strategy, seed}
+    """
+
+    device: Mapping[str, Any]
+    model_version: str = MODEL_VERSION
+    kernel: str = KERNEL
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        device: DeviceSpec,
+        *,
+        model_version: str = MODEL_VERSION,
+        command: str | None = None,
+        strategy: str | None = None,
+        seed: int | None = None,
+        **provenance,
+    ) -> Header:
+        """The header of a run on `device`, made now with the model; further provenance must be plain JSON values."""
+        created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        run = {"source": "model", "created": created, "command": command, "strategy": strategy, "seed": seed}
+        return cls(_device(device), model_version, KERNEL, _environment(), {**run, **provenance})
+
+    @classmethod
+    def from_block(cls, block: Mapping[str, Any]) -> Header:
+        """Read the header of a block of the file."""
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "extra"]
+        extra = {name: value for name, value in block.items() if name not in (*known, "entries")}
+        return cls(**{name: block[name] for name in known if name in block}, extra=extra)
+
+    def to_block(self) -> dict[str, Any]:
+        """The block of the file, without its entries."""
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**known.pop("extra"), **known}
+
+    @property
+    def name(self) -> str:
+        """Name of the device."""
+        return str(self.device.get("name"))
+
+    @functools.cached_property
+    def validity(self) -> dict[str, str]:
+        """What has to be as it is now for the rows to be used."""
+        return {"spec_hash": str(self.device.get("spec_hash")), "model_version": str(self.model_version)}
+
+    @functools.cached_property
+    def order(self) -> tuple[str, ...]:
+        """Place of the block in a file: by device, spec, model, age, then by all of it."""
+        age = str(self.provenance.get("created"))
+        return (self.name, *self.validity.values(), age, json.dumps(self.to_block(), sort_keys=True))
+
+    def identity(self, key: Any) -> tuple[str, ...]:
+        """What tells a row under this header from all others: kernel, spec_hash, model_version, key."""
+        return (str(self.kernel), *self.validity.values(), text_of(key) if isinstance(key, Mapping) else repr(key))
+
+
+def _device(device: DeviceSpec) -> dict[str, Any]:
+    names = {name: getattr(device, name) for name in ("name", "soc", "family", "arch")}
+    return {**names, "spec_hash": device.fingerprint(), "cube_cores": _plain(device.cube_cores)}
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    try:
+        version = importlib.metadata.version("npumodel")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        version = "unknown"
+    return {"npumodel": version, "jax": jax.__version__}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One row: the tile found for one key, and how sure that is. Times in microseconds; None = not known.
+
+    predicted_us         price of the tile
+    default_us, rule_us  price of the default tile and of the rule's tile for the same call
+    runner_up_us         price of the second-best tile
+    dma_wait_us          stage -> time that it waited for data
+    bound                name of what limits the plan
+    evals, complete      candidates priced; whether the search finished (False: it ran out of budget)
+    extra                fields of the row that this version does not know, kept as they are
+
+    Raises ValueError (expected, got) for a key without its sizes, a block or a time that is not finite and positive.
+    """
+
+    header: Header
+    key: Mapping[str, Any]
+    tile: TileConfig
+    predicted_us: float
+    default_us: float | None = None
+    rule_us: float | None = None
+    runner_up_us: float | None = None
+    dma_wait_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bound: str | None = None
+    evals: int | None = None
+    complete: bool = True
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, value in self.key.items():
+            if not isinstance(value, str | int | float | None):
+                raise ValueError(f"key.{name}: expected a string, a number or null, got {value!r}")
+        for name in BUCKET:
+            _check(f"key.{name}", self.key.get(name), int)
+        for name in _KNOBS:
+            _check(name, getattr(self.tile, name), int, zero=name == "lookahead")
+        for name in ("default_us", "rule_us", "runner_up_us"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), float)
+        _check("predicted_us", self.predicted_us, float)
+        for stage, wait in self.dma_wait_us.items():
+            _check(f"dma_wait_us.{stage}", wait, float, zero=True)
+
+    @classmethod
+    def of(
+        cls,
+        header: Header,
+        shape: AttentionShape,
+        tile: TileConfig,
+        predicted_s: float,
+        *,
+        default_s: float | None = None,
+        rule_s: float | None = None,
+        runner_up_s: float | None = None,
+        dma_wait_s: Mapping[str, float] | None = None,
+        bound: str | None = None,
+        evals: int | None = None,
+        complete: bool = True,
+        **extra,
+    ) -> Entry:
+        """The row of one search result. Times in seconds, kept as microseconds with 9 digits; `extra`: JSON values."""
+        plain = tile.replace(**{name: _plain(getattr(tile, name)) for name in _KNOBS})
+        waits = {stage: _us(wait) for stage, wait in (dma_wait_s or {}).items()}
+        default, rule, runner_up = (None if time is None else _us(time) for time in (default_s, rule_s, runner_up_s))
+        count = None if evals is None else int(evals)
+        return cls(
+            header,
+            key_of(shape),
+            plain,
+            _us(predicted_s),
+            default,
+            rule,
+            runner_up,
+            dma_wait_us=waits,
+            bound=bound,
+            evals=count,
+            complete=bool(complete),
+            extra=extra,
+        )
+
+    @classmethod
+    def from_row(cls, header: Header, row: Any) -> Entry:
+        """Read a row of the file. Raises ValueError that says what is wrong with it."""
+        if not isinstance(row, dict) or not all(isinstance(row.get(name, {}), dict) for name in ("key", "config")):
+            raise ValueError("expected an object with a key and a config")
+        config, fields = row.get("config", {}), {name: row[name] for name in _FIELDS if name in row}
+        if unknown := sorted(set(config) - set(_CONFIG)):
+            raise ValueError(f"config: {', '.join(unknown)} is not known here; update npumodel to use the row")
+        extra = {name: value for name, value in row.items() if name not in (*_FIELDS, "key", "config")}
+        try:
+            return cls(header, row.get("key", {}), TileConfig(**config), **fields, extra=extra)
+        except (TypeError, AttributeError, OverflowError) as error:  # a field is missing or of another kind
+            raise ValueError(str(error)) from None
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of the file."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        config = {name: getattr(self.tile, name) for name in _CONFIG}
+        return {**self.extra, "key": self.key, "config": config, **fields}
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Of two rows with equal identity the newer wins."""
+        return self.header.identity(self.key)
+
+    @property
+    def order(self) -> tuple:
+        """Place of the row in a file: by block, then by key, numbers as numbers."""
+        named = sorted((name, isinstance(value, str), value) for name, value in self.key.items() if value is not None)
+        return (self.header.order, named)
+
+
+def _check(name: str, value: Any, kind: type, *, zero: bool = False):
+    kinds = (int, float) if kind is float else (int,)
+    good = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero):
+        noun, sign = "a number" if kind is float else "an integer", ">=" if zero else ">"
+        raise ValueError(f"{name}: expected {noun} {sign} 0, got {value!r}")
+
+
+def _us(seconds: Any) -> float:
+    return float(f"{float(seconds) * 1e6:.9g}")
+
+
+def _plain(number: Any) -> int | float:
+    """A Python number, an int where it is whole; NumPy and JAX scalars do not go into JSON."""
+    value = float(number)
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,48 @@
+"""How numbers are printed: SI prefixes for people. Inside the package everything is plain SI."""
+
+from __future__ import annotations
+
+import math
+
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def seconds(value: float) -> str:
+    """Three digits and a prefix: 0.00123 -> "1.23 ms"."""
+    for unit, name in _TIMES:
+        if abs(value) >= 0.9995 * unit:
+            return f"{_three(value / unit)} {name}"
+    return f"{_three(value / 1e-9)} ns" if value else "0 s"
+
+
+def milliseconds(value: float) -> str:
+    """Always in ms, as the article prints it: at least two decimals, and three digits. 1.234e-3 -> "1.23ms"."""
+    value *= 1e3
+    return f"{value:.{_decimals(value, 2)}f}ms"
+
+
+def size(value: float) -> str:
+    """Bytes: 65536 -> "64 KiB", 100 -> "100 B"."""
+    for unit, name in _BYTES:
+        if value >= unit:
+            return f"{_three(value / unit)} {name}"
+    return f"{value:.0f} B"
+
+
+def percent(share: float) -> str:
+    """0.1234 -> "12.3 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def _three(value: float) -> str:
+    """Three digits, no trailing zeros after the point, never an exponent below a million."""
+    text = f"{value:.{_decimals(value, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _decimals(value: float, least: int) -> int:
+    """Decimals that show three digits of `value`, `least` or more and nine at most."""
+    if not value or not math.isfinite(value):
+        return least
+    return min(max(least, 2 - math.floor(math.log10(abs(value)))), 9)

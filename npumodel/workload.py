@@ -1,0 +1,150 @@
+"""What is asked: the shape of one attention call, and its exact arithmetic.
+
+Everything here is a plain integer; nothing depends on a device or a tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+#: Bytes of one element of each dtype that the numerics and the model accept.
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: How a mask tensor is stored: bytes of one element ("additive" has the dtype's own size).
+MASK_KINDS = (None, "bool", "additive")
+
+_SHORT = {
+    "B": "batch",
+    "N": "q_heads",
+    "KV": "kv_heads",
+    "S": "q_len",
+    "SKV": "kv_len",
+    "D": "head_dim",
+    "DV": "v_head_dim",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """One attention call: q [batch, q_heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim],
+    v [batch, kv_heads, kv_len, v_head_dim].
+
+    `kv_heads`, `kv_len` and `v_head_dim` default to `q_heads`, `q_len` and `head_dim`.
+    `causal` is bottom-right aligned: query i sees keys j <= i + kv_len - q_len.
+    `mask` says which mask tensor is read, if any: None, "bool" or "additive".
+
+    Raises ValueError (expected, got, cure) for a size that is no positive integer, for heads that do not
+    divide, and for an unknown dtype or mask.
+    """
+
+    batch: int
+    q_heads: int
+    q_len: int
+    head_dim: int
+    kv_heads: int = None  # type: ignore[assignment]
+    kv_len: int = None  # type: ignore[assignment]
+    v_head_dim: int = None  # type: ignore[assignment]
+    dtype: str = "float16"
+    causal: bool = False
+    mask: str | None = None
+
+    def __post_init__(self):
+        for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self, other))
+        for name in _SHORT.values():
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"q_heads: expected a multiple of kv_heads={self.kv_heads}, got {self.q_heads}; "
+                "each kv head serves the same number of query heads"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.mask not in MASK_KINDS:
+            raise ValueError(f"mask: expected None, 'bool' or 'additive', got {self.mask!r}")
+        object.__setattr__(self, "causal", bool(self.causal))
+
+    @classmethod
+    def parse(cls, text: str, **fields) -> AttentionShape:
+        """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "bool", "additive").
+
+        Raises ValueError that names the part it cannot read, and the form it expects.
+        """
+        found = dict(fields)
+        for part in filter(None, re.split(r"[,\s]+", text.strip())):
+            match = re.fullmatch(r"([A-Za-z]+)(\d+)", part)
+            low = part.lower()
+            if low in DTYPE_BYTES:
+                name, value = "dtype", low
+            elif low == "causal":
+                name, value = "causal", True
+            elif low in MASK_KINDS:
+                name, value = "mask", low
+            elif match and match[1].upper() in _SHORT:
+                name, value = _SHORT[match[1].upper()], int(match[2])
+            else:
+                raise ValueError(_form(text, f"cannot read {part!r}"))
+            if name in found and name not in fields:
+                raise ValueError(_form(text, f"{name} is given twice"))
+            found[name] = value
+        missing = [short for short in ("B", "N", "S", "D") if _SHORT[short] not in found]
+        if missing:
+            raise ValueError(_form(text, f"{', '.join(missing)} missing"))
+        return cls(**found)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of q, k, v and the output."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes read per score for the mask tensor (0 without one)."""
+        return {None: 0, "bool": 1, "additive": self.element_bytes}[self.mask]
+
+    @property
+    def valid_pairs(self) -> int:
+        """(query, key) pairs of the whole call that take part: batch * q_heads * (q_len * kv_len, less the causal part)."""
+        if not self.causal:
+            return self.batch * self.q_heads * self.q_len * self.kv_len
+        offset = self.kv_len - self.q_len
+        first = max(0, -offset)  # rows before this one see no key
+        rows = self.q_len - first
+        seen_first = first + offset + 1
+        return self.batch * self.q_heads * rows * (2 * seen_first + rows - 1) // 2
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of both products over the valid pairs, two operations each: 2 * pairs * (head_dim + v_head_dim)."""
+        return 2 * self.valid_pairs * (self.head_dim + self.v_head_dim)
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of q, k, v and o, each moved once: no schedule can move fewer."""
+        q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
+        kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim)
+        return self.element_bytes * (q_side + kv_side)
+
+    @property
+    def label(self) -> str:
+        """The short form, as `parse` reads it but with spaces: "B4 N32 S4096 D128 float16"."""
+        parts = [f"B{self.batch}", f"N{self.q_heads}"]
+        parts += [f"KV{self.kv_heads}"] * (self.kv_heads != self.q_heads)
+        parts += [f"S{self.q_len}"]
+        parts += [f"SKV{self.kv_len}"] * (self.kv_len != self.q_len)
+        parts += [f"D{self.head_dim}"]
+        parts += [f"DV{self.v_head_dim}"] * (self.v_head_dim != self.head_dim)
+        parts += [self.dtype] + ["causal"] * self.causal + [self.mask] * (self.mask is not None)
+        return " ".join(parts)
+
+
+def _positive(name: str, value) -> int:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    return int(value)
+
+
+def _form(text: str, what: str) -> str:
+    return f"shape: expected a form like 'B4,N32,S4096,D128' (also KV8, SKV512, DV64, bfloat16, causal), got {text!r}: {what}"

@@ -1,0 +1,17 @@
+"""What every test runs under: no silent rank promotion, no deadline (compiling takes long), no outside settings."""
+
+import os
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+settings.register_profile("npumodel", deadline=None)
+settings.load_profile("npumodel")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("NPUMODEL_")]:
+        monkeypatch.delenv(name)
