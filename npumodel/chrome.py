@@ -107,6 +107,7 @@ def _calls(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
             "tile": cost.tile.label,
             "start_us": _us(start),
             "shown_us": _us(_length(timeline)),
+            "complete": timeline.complete,
             "predicted_us": cost.seconds * 1e6,
             "launch_us": cost.launch_seconds * 1e6,
         }

@@ -54,12 +54,6 @@ def gate(x):
     return jnp.clip(x, 0.0, 1.0)
 
 
-def once(tree):
-    """The same values, computed once: XLA's fusion otherwise repeats shared arithmetic in every use, and compiles it
-    every time. Cuts the model's compile time by more than half."""
-    return jax.lax.optimization_barrier(tree)
-
-
 def floor_sum(count, slope, start, modulus, temperature=0.0):
     """Sum over i = 0 .. count-1 of floor((slope i + start) / modulus), for start >= 0, slope > 0, modulus > 0; O(log).
 

@@ -58,7 +58,7 @@ def test_imports_only_go_down(path):
 def test_the_test_sees_imports(tmp_path, monkeypatch):
     (tmp_path / "npumodel" / "model").mkdir(parents=True)
     file = tmp_path / "npumodel" / "model" / "x.py"
-    lines = ["from ..search import auto", "from .. import api, nothing", "def f():", "    import npumodel.attention.forward"]
-    file.write_text("\n".join(lines))
+    hidden = "def f():\n    import npumodel.attention.forward"
+    file.write_text(f"from ..search import auto\nfrom .. import api, nothing\n{hidden}\n")
     monkeypatch.setattr("test_floors.ROOT", tmp_path / "npumodel")
     assert set(imported(file)) == {"search", "api", "nothing", "attention"}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..hardware import DeviceSpec
-from ..relax import gate, once, tent
+from ..relax import gate, tent
 from ..tile import TileConfig
 from ..workload import AttentionShape
 from . import tiling
@@ -71,41 +71,54 @@ def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options
     return Price(sum(k.launch + k.core for k in kernels), kernels)
 
 
-def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature) -> KernelPrice:
+class Parts(NamedTuple):
+    """One kernel, cut and timed: everything that the schedule starts from. seconds, bytes: stage -> [2, 2], full and
+    ragged rows by full and ragged columns; feet: bytes needed per buffer."""
+
+    table: StageTable
+    blocks: Blocks
+    traffic: Traffic
+    corners: Block
+    seconds: dict
+    bytes: dict
+    feet: dict
+
+
+def parts(kernel: Kernel, t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature=0.0) -> Parts:
+    """Cut a call into blocks and time every stage of one of its kernels."""
     table = stage_table(kernel, d.arch)
     table = table if o.overlap else table.serial()
-    b = once(tiling.cut(p, tile, o.transient, temperature))
+    b = tiling.cut(p, tile, o.transient, temperature)
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
     work = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
-    x = once(tiling.share_of_chip(p, d, b, feet["L1"], work, temperature))
-    corners = _corners(b, d, len(kernel.ops) > 1, temperature)
+    x = tiling.share_of_chip(p, d, b, feet["L1"], work, temperature)
+    rows, cols = jnp.stack([b.rows, b.tail_rows])[:, None], jnp.stack([b.cols, b.tail_cols])[None, :]
+    corners = Block(rows, cols, d.vector_cores_per_cube, len(kernel.ops) > 1, temperature)
     seconds = {s.name: stage_seconds(s, table, t, p, d, x, corners) for s in table.stages}
-    seconds = once(seconds)
+    return Parts(table, b, x, corners, seconds, {s.name: stage_bytes(s, p, x, corners) for s in table.stages}, feet)
+
+
+def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature) -> KernelPrice:
+    table, b, x, corners, seconds, moved, feet = parts(kernel, t, p, tile, d, o, temperature)
     head, heaviest = _head_times(table, seconds, b, tile, t.sync, o, temperature)
     per_core = x.waves / b.q_blocks  # heads that the busiest core works through
     calls = p.batch * p.q_heads
-    moved = {s.name: calls * _per_head(s, b, stage_bytes(s, p, x, corners)) for s in table.stages}
+    moved = {s.name: calls * _per_head(s.when, b, moved[s.name]) for s in table.stages}
     fills = sum(v for s, v in zip(table.stages, moved.values(), strict=True) if s.action in ("gm_l1", "ub_l1"))
     reads = [sum(l0_bytes(s, p, corners)) + 0 * corners.rows * corners.cols for s in table.stages if s.action == "matmul"]
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
         core=jnp.maximum(per_core * head.makespan, heaviest),
-        busy={s.name: per_core * _per_head(s, b, seconds[s.name]) for s in table.stages},
+        busy={s.name: per_core * _per_head(s.when, b, seconds[s.name]) for s in table.stages},
         wait={s.name: per_core * head.wait[i] for i, s in enumerate(table.stages)},
         bytes=moved,
         hbm_bytes=_hbm_bytes(table, moved, x),
-        l1_read_bytes=calls * sum(_per_head(_STEP, b, r) for r in reads) if reads else jnp.zeros_like(b.rows),
+        l1_read_bytes=calls * sum(_per_head("step", b, r) for r in reads) if reads else jnp.zeros_like(b.rows),
         l1_fill_bytes=fills + jnp.zeros_like(b.rows),
         footprints=feet,
         traffic=x,
         steps=calls * b.steps,
     )
-
-
-def _corners(b: Blocks, d: DeviceSpec, fused: bool, temperature) -> Block:
-    """Block sizes [2, 2]: full and ragged rows by full and ragged columns."""
-    rows, cols = jnp.stack([b.rows, b.tail_rows])[:, None], jnp.stack([b.cols, b.tail_cols])[None, :]
-    return Block(rows, cols, d.vector_cores_per_cube, fused, temperature)
 
 
 def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
@@ -133,17 +146,10 @@ def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, s
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), values)
 
 
-class _Step(NamedTuple):
-    when: str = "step"
-
-
-_STEP = _Step()
-
-
-def _per_head(stage, b: Blocks, corners):
+def _per_head(when: str, b: Blocks, corners):
     """Sum over the runs of a stage in one head of a quantity given for the four [2, 2] block sizes."""
     full, tail, ragged_full, ragged_tail = corners[0, 0], corners[0, 1], corners[1, 0], corners[1, 1]
-    if stage.when != "step":
+    if when != "step":
         return (b.q_blocks - 1) * full + ragged_full
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
     inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)

@@ -305,31 +305,31 @@ def _fold(steps, transient: int, series):
     return jax.tree.map(fold, series)
 
 
-def trajectory(table: StageTable, full: dict, tail: dict, steps: int, k: Knobs):
-    """Every slot of a task of `steps` steps (a plain integer), one by one.
+def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots: int):
+    """Every slot of a task of `steps` steps (a whole number, traced or not), one by one.
 
-    Returns (TaskTimes, ends): ends maps each step stage to its [steps] end times in seconds, and each stage that runs
-    once to one end time.
+    slots: plain integer >= steps + MAX_LOOKAHEAD. Returns (TaskTimes, ends, waits): per stage of the table, what it did
+    in each slot [slots] (end time, seconds waited for transfers); a back stage works on step `slot - lookahead`, and
+    stages that run once fill all slots with their one value.
     """
     machine = _machine(table, k, True)
     wiring, is_back = machine.wiring, machine.is_back()
     whole, ragged = machine.seconds(full, "step"), machine.seconds(tail, "step")
-    ends = np.array([wiring.end(s.name) for s in wiring.order])
 
     def body(state, slot):
         step = jnp.where(is_back, slot - k.lookahead, slot)
         on = (step >= 0) & (step < steps)
         state, waited = machine.slot(state, jnp.where(step == steps - 1, ragged, whole), on * 1.0)
-        return state, (state[ends], waited)
+        return state, (state, machine._spread(wiring.order, waited))
 
-    state, (times, waited) = jax.lax.scan(body, machine.begin(full), jnp.arange(steps + MAX_LOOKAHEAD))
-    waited = machine._spread(wiring.order, waited.sum(0))
+    state, (states, waits) = jax.lax.scan(body, machine.begin(full), jnp.arange(slots))
+    total = waits.sum(0)
     if machine.end is not None:
         last = machine.seconds(full, "end")
         state, more = _run(machine.end, state, last, jnp.ones_like(last), True)
-        waited = waited + machine._spread(table.when("task_end"), more)
-    events = {s.name: state[wiring.end(s.name)] for s in table.stages if s.when != "step"}
-    for i, stage in enumerate(wiring.order):
-        lag = jnp.asarray(k.lookahead if stage.group == "back" else 0, int)
-        events[stage.name] = jax.lax.dynamic_slice_in_dim(times[:, i], lag, steps)
-    return TaskTimes(machine.makespan(state), waited), events
+        total = total + machine._spread(table.when("task_end"), more)
+    once = {s.name for s in table.stages if s.when != "step"}
+    place = {s.name: wiring.end(s.name) for s in table.stages}
+    ends = {n: jnp.full(slots, state[i]) if n in once else states[:, i] for n, i in place.items()}
+    each = {s.name: jnp.full(slots, total[i]) if s.name in once else waits[:, i] for i, s in enumerate(table.stages)}
+    return TaskTimes(machine.makespan(state), total), ends, each

@@ -1,0 +1,230 @@
+"""The public doors: each takes what is convenient, makes it plain, and calls one function below.
+
+Which device: the argument; else the innermost `with target(...)`; else NPUMODEL_DEVICE; else none, which for
+`flash_attention` means the host that executes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from npumodel import hardware
+from npumodel.attention import blocked_attention, check_attention
+from npumodel.hardware import DeviceSpec
+from npumodel.model import cost
+from npumodel.model.cost import Cost
+from npumodel.search import auto, tuner
+from npumodel.search.auto import Resolved
+from npumodel.workload import AttentionShape
+
+if TYPE_CHECKING:
+    from npumodel.model.trace import Timeline
+
+#: Anything that names a device, and anything that names a shape.
+DeviceLike = str | os.PathLike[str] | DeviceSpec
+ShapeLike = str | AttentionShape
+
+
+# Which device --------------------------------------------------------------------------------------------------------
+
+_UNSET: Any = object()
+_target: contextvars.ContextVar[Any] = contextvars.ContextVar("npumodel_target", default=_UNSET)
+
+
+@contextlib.contextmanager
+def target(device: DeviceLike | None) -> Iterator[DeviceSpec | None]:
+    """Plan and price for this device inside the `with`, in this thread; nests. None: for the host.
+
+    Raises ValueError for an unknown device.
+    """
+    spec = None if device is None else _spec(device)
+    token = _target.set(spec)
+    try:
+        yield spec
+    finally:
+        _target.reset(token)
+
+
+def current_device() -> DeviceSpec | None:
+    """The device of the innermost `with target(...)`, else of NPUMODEL_DEVICE, else None (the host)."""
+    spec = _target.get()
+    if spec is not _UNSET:
+        return spec
+    name = os.environ.get("NPUMODEL_DEVICE", "").strip()
+    if not name:
+        return None
+    try:
+        return _spec(name)
+    except ValueError as error:
+        raise ValueError(f"NPUMODEL_DEVICE: {error}") from None
+
+
+def _spec(device: DeviceLike) -> DeviceSpec:
+    """The spec; for a shipped name always the same object, so that caches by identity work."""
+    if isinstance(device, str) and not device.strip().lower().endswith(".toml"):
+        return _named(device)
+    return hardware.device(device)
+
+
+@functools.cache
+def _named(name: str) -> DeviceSpec:
+    return hardware.device(name)
+
+
+def _chosen(device: DeviceLike | None) -> DeviceSpec | None:
+    return current_device() if device is None else _spec(device)
+
+
+def _needed(device: DeviceLike | None) -> DeviceSpec:
+    spec = _chosen(device)
+    if spec is None:
+        names = ", ".join(hardware.devices())
+        raise ValueError(
+            "device: expected one, got none; give device=..., or use `with npumodel.target(...)`, or set NPUMODEL_DEVICE "
+            f"(shipped: {names})"
+        )
+    return spec
+
+
+def _shape(shape: ShapeLike) -> AttentionShape:
+    return AttentionShape.parse(shape) if isinstance(shape, str) else shape
+
+
+# Execute -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One execution of `flash_attention`: its shape (under vmap: of one example), its tile, the device planned for
+    (None: the host)."""
+
+    shape: AttentionShape
+    resolved: Resolved
+    device_name: str | None
+
+
+#: Called with a `Call` at every execution of `flash_attention`. Append before the caller's functions are traced: a
+#: function that was jitted while this was empty reports nothing. JAX runs asynchronously: under jit an event may come
+#: after the call has returned; `jax.effects_barrier()` waits for all of them.
+listeners: list[Callable[[Call], object]] = []
+
+
+def _notify(call: Call):
+    for listener in tuple(listeners):
+        listener(call)
+
+
+def _report(call: Call, traced: bool):
+    """Tell the listeners: at once when eager, else from inside the compiled program, at each run (in a scan, each turn).
+
+    The callback takes no operands, so that vmap runs it once, and not once per example.
+    """
+    if traced:
+        jax.debug.callback(functools.partial(_notify, call))
+    else:
+        _notify(call)
+
+
+_blocked = jax.jit(blocked_attention, static_argnames=("is_causal", "block_q", "block_kv"))
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    *,
+    is_causal: bool = False,
+    scale: Any = None,
+    tile_level: Any = "auto",
+    device: DeviceLike | None = None,
+) -> jax.Array:
+    """softmax(scale * q k^T + mask) v, in the blocks of the plan for `device`: [B, N, Sq, Dv] in q's dtype.
+
+    q [B, N, Sq, D], k [B, Nkv, Skv, D], v [B, Nkv, Skv, Dv]: float32, float16 or bfloat16, summed in float32.
+    attn_mask   bool (True takes part) or floats to add, [1/B, 1/N, 1/Sq, 1/Skv] or [Sq, Skv]
+    is_causal   query i sees keys j <= i + Skv - Sq (bottom-right aligned); a row that sees no key gives 0
+    scale       1 / sqrt(D) by default
+    tile_level  "auto" | "small" | "large" | number of parts | (parts_q, parts_kv) | "128x512" | TileConfig;
+                `search.auto` has the order in which "auto" looks for a tile
+    device      whose plan is executed, whatever backend runs it; see the module for the default
+
+    The tile is resolved while tracing, so this works inside the caller's jit, vmap and scan, and compiles again only
+    when shape, dtype or block sizes change. Not differentiable yet.
+
+    Raises ValueError ("expected ..., got ...", with the cure) for arguments that do not fit together, a level that is
+    none, a tile that does not fit on the device, a dtype that the device does not multiply.
+    """
+    shape = check_attention(q, k, v, attn_mask, is_causal, scale)
+    spec = _chosen(device)
+    if shape is None:  # nothing to compute
+        return blocked_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale, block_q=1, block_kv=1)
+    resolved = _resolve_now(shape, spec, tile_level)
+    if listeners:
+        traced = any(isinstance(x, jax.core.Tracer) for x in (q, k, v, attn_mask, scale))
+        _report(Call(shape, resolved, None if spec is None else spec.name), traced)
+    block_q, block_kv = min(resolved.tile.block_q, shape.q_len), min(resolved.tile.block_kv, shape.kv_len)
+    return _blocked(q, k, v, attn_mask, is_causal=bool(is_causal), scale=scale, block_q=block_q, block_kv=block_kv)
+
+
+def _resolve_now(shape: AttentionShape, spec: DeviceSpec | None, tile_level: Any) -> Resolved:
+    """Resolve outside of any trace that is going on: the model runs now, on plain numbers."""
+    with jax.ensure_compile_time_eval():
+        return auto.resolve(shape, spec, tile_level)
+
+
+# Price ---------------------------------------------------------------------------------------------------------------
+
+
+def resolve(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto", policy: str | None = None) -> Resolved:
+    """The tile that a call of this shape gets, and where it comes from. Raises as `search.auto.resolve`."""
+    return auto.resolve(_shape(shape), _chosen(device), tile, policy)
+
+
+def estimate(
+    shape: ShapeLike,
+    device: DeviceLike | None = None,
+    tile: Any = "auto",
+    *,
+    policy: str | None = None,
+    overlap: bool = True,
+) -> Cost:
+    """Price one call: seconds, per-stage busy and dma_wait, bytes per path, hit rates, breakdown.
+
+    shape    an AttentionShape, or its short form "B4,N32,S4096,D128"
+    tile     anything that `flash_attention(tile_level=...)` takes
+    policy   who picks the tile when it is "auto": "auto" (tables, then the model), "rule" or "default"
+    overlap  False: no transfer beside any computation
+
+    Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it does not multiply.
+    """
+    spec, asked = _needed(device), _shape(shape)
+    return cost.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)
+
+
+def trace(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto") -> Timeline:
+    """When every stage of every step of one call runs. Arguments and errors as `estimate`."""
+    from npumodel.model.trace import timeline
+
+    spec, asked = _needed(device), _shape(shape)
+    return timeline(asked, spec, auto.resolve(asked, spec, tile).tile)
+
+
+def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = None, **options) -> Any:
+    """Find the fastest legal tile: a TuneResult, or TuneResults for a list of shapes.
+
+    shape    an AttentionShape or its short form, or a list of them
+    options  seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
+    """
+    spec = _needed(device)
+    if isinstance(shape, str | AttentionShape):
+        return tuner.tune(_shape(shape), spec, **options)
+    return tuner.tune([_shape(one) for one in shape], spec, **options)

@@ -1,0 +1,143 @@
+"""The timeline of one core: every stage of every step, from the exact schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..hardware import DeviceSpec
+from ..tile import MAX_LOOKAHEAD, TileConfig
+from ..workload import AttentionShape
+from .cost import Cost, Options, arguments, estimate, parts
+from .durations import time_constants
+from .graph import compile_graph
+from .pipeline import knobs, trajectory
+from .stages import Stage, StageTable, stage_table
+from .tiling import Problem
+
+#: Slots are rounded up to a multiple of this, so that tasks of similar length share a compilation.
+_SLOTS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One run of one stage. start, end, dma_wait in seconds from the launch of the call; bytes moved by the core.
+
+    iteration -1: the stage runs once a task. dma_wait: idle time of a compute stage just before `start`, spent on
+    transfers; waits_on: the stage that ended last of those it waits for.
+    """
+
+    stage: str
+    op: str
+    pipe: str
+    core: int
+    task: int
+    iteration: int
+    start: float
+    end: float
+    dma_wait: float
+    waits_on: str | None
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What core 0 does, task after task, up to `max_events` events; `complete` if that is all of its work.
+
+    cost: the price of the whole call; shown_seconds: end of the last event.
+    """
+
+    cost: Cost
+    events: tuple[Event, ...]
+    complete: bool
+
+    @property
+    def shown_seconds(self) -> float:
+        return max((e.end for e in self.events), default=0.0)
+
+
+def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max_events: int = 20_000) -> Timeline:
+    """The first tasks of core 0, as many as fit into `max_events` events (at least one task's first steps).
+
+    Raises ValueError for a tile that does not fit, as `estimate` does.
+    """
+    cost = estimate(shape, device, tile)
+    options = Options(shape.dtype, shape.mask is not None)
+    args, events = arguments(shape, tile, device), []
+    kernels = compile_graph(options.masked, tile.fusion).kernels
+    per_task = float(device.launch_per_task_s)
+    clock, complete = 0.0, True
+    tasks = list(_core_tasks(shape, tile, cost))
+    for number, kernel in enumerate(kernels):
+        clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
+        for task, (steps, ragged) in enumerate(tasks):
+            if len(events) >= max_events * (number + 1) / len(kernels):
+                complete = False
+                break
+            clock += per_task
+            runs = _task_events(args, options, tile, stage_table(kernel, device.arch), number, steps, ragged, max_events)
+            complete &= steps <= max_events
+            events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
+            clock = max([e.end for e in events], default=clock)
+    return Timeline(cost, tuple(events), complete)
+
+
+def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost):
+    """(steps, whether its rows are ragged) of each task of core 0, which starts at the first q block of a head."""
+    rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
+    q_blocks, offset = math.ceil(shape.q_len / rows), int(Problem.of(shape).offset)
+    for task in range(math.ceil(cost.tasks / cost.cores)):
+        block = task % q_blocks
+        keys = min(shape.kv_len, min((block + 1) * rows, shape.q_len) + offset)
+        if keys > 0:
+            yield math.ceil(keys / cols), block == q_blocks - 1
+
+
+@partial(jax.jit, static_argnames=("options", "kernel", "slots"))
+def _task(p: Problem, tile: TileConfig, d: DeviceSpec, steps, row, options: Options, kernel: int, slots: int):
+    t = time_constants(d, options.dtype)
+    cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
+    full = {n: s[row, 0] for n, s in cut.seconds.items()}
+    tail = {n: jnp.where(steps == cut.blocks.kv_blocks, s[row, 1], s[row, 0]) for n, s in cut.seconds.items()}
+    moved = {n: b[row] for n, b in cut.bytes.items()}
+    _, ends, waits = trajectory(cut.table, full, tail, steps, knobs(cut.table, tile.buffers, tile.lookahead, t.sync), slots)
+    return full, tail, ends, waits, moved
+
+
+def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, most) -> list[Event]:
+    shown = min(steps, max(1, most // len(table.stages)))
+    slots = _SLOTS * math.ceil((steps + MAX_LOOKAHEAD) / _SLOTS)
+    full, tail, ends, waits, moved = jax.device_get(_task(*args, float(steps), int(ragged), options, kernel, slots))
+    lag = {s.name: int(tile.lookahead) if s.group == "back" else 0 for s in table.stages}
+
+    def at(values, stage: Stage, step: int) -> float:
+        return float(np.asarray(values[stage.name])[step + lag[stage.name]])
+
+    def event(stage: Stage, step: int) -> Event:
+        last = stage.when == "step" and step == steps - 1
+        end, seconds = at(ends, stage, step), float((tail if last else full)[stage.name])
+        before = [(at(ends, table.stage(name), step), name) for name in stage.waits]
+        return Event(
+            stage.name,
+            stage.op,
+            stage.pipe,
+            core=0,
+            task=0,
+            iteration=step if stage.when == "step" else -1,
+            start=max(0.0, end - seconds),
+            end=end,
+            dma_wait=at(waits, stage, step) if stage.compute else 0.0,
+            waits_on=max(before)[1] if before else None,
+            bytes=float(moved[stage.name][int(last)]),
+        )
+
+    def once(when: str, step: int) -> list[Event]:
+        return [event(stage, step) for stage in table.when(when)]
+
+    middle = [event(stage, step) for step in range(shown) for stage in table.when("step")]
+    return once("task_start", 0) + middle + (once("task_end", steps - 1) if shown == steps else [])

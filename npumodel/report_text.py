@@ -1,0 +1,190 @@
+"""What is printed about a call: the article's table, the warning, the long form, and the same as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from npumodel import units
+from npumodel.hardware import device, devices, provenance
+from npumodel.hardware.registry import CONFIDENCE
+from npumodel.model.cost import Cost
+from npumodel.model.graph import STAGE_TITLES
+
+#: A stage that waits longer than this (s) has the wrong tile, says the article.
+WAIT_LIMIT = 0.5e-3
+
+#: Op -> (title, unit). The mask is an op of its own only in an unfused call.
+_TITLES = {op: (title, unit) for op, title, unit in STAGE_TITLES} | {"mask": ("Mask", "vector_core")}
+_WIDTH = max(len(title) for title, _ in _TITLES.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """One call of a program and its price; `source` says who chose the tile, `better` is a cheaper tile's price."""
+
+    cost: Cost
+    source: str
+    count: int = 1
+    better: Cost | None = None
+
+    @property
+    def seconds(self) -> float:
+        """All runs of this call together."""
+        return self.count * self.cost.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One op of a call on the busiest core, seconds."""
+
+    op: str
+    title: str
+    unit: str
+    busy: float
+    dma_wait: float
+
+
+def rows(cost: Cost) -> list[Row]:
+    """The ops of a call in the article's order."""
+    busy, waits = cost.by_op("busy"), cost.by_op("dma_wait")
+    order = sorted(busy, key=["qk", "mask", "softmax", "pv"].index)
+    return [Row(op, *_TITLES[op], busy[op], waits[op]) for op in order]
+
+
+def table(call: Priced) -> str:
+    """The article's table of one call: header, one row an op, the totals, and a warning where an op waits too long."""
+    cost = call.cost
+    lines = [header(call)]
+    for row in rows(cost):
+        busy, wait = units.milliseconds(row.busy), units.milliseconds(row.dma_wait)
+        lines.append(f"[{row.title:<{_WIDTH}}] {row.unit}: {busy} | dma_wait: {wait}")
+    parts = [
+        f"total {units.milliseconds(cost.seconds)}",
+        f"launch share {units.percent(cost.launch_share)}",
+        f"L1 miss rate {units.percent(1 - cost.l1_hit_rate)}",
+        f"count {call.count}",
+    ]
+    return "\n".join([*lines, " | ".join(parts), *warnings(call)])
+
+
+def header(call: Priced) -> str:
+    """ "flash_attention  B4 N32 S4096 D128 float16  tile 128x512 (auto: table)  on ascend910b2"."""
+    cost = call.cost
+    source = f" ({call.source})" if call.source else ""
+    return f"flash_attention  {cost.shape.label}  tile {cost.tile.label}{source}  on {cost.device}"
+
+
+def warnings(call: Priced) -> list[str]:
+    """One line if an op waits longer than WAIT_LIMIT: which tile, which ops, and a cheaper tile if one is known."""
+    late = [row for row in rows(call.cost) if row.dma_wait > WAIT_LIMIT]
+    if not late:
+        return []
+    waits = ", ".join(f"{row.title} {units.milliseconds(row.dma_wait)}" for row in late)
+    text = f"warning: tile {call.cost.tile.label}: dma_wait above {units.milliseconds(WAIT_LIMIT)} in {waits}; "
+    if call.better is None:
+        return [text + f"no cheaper tile found, the call is bound by {call.cost.bound}"]
+    gain = call.cost.seconds / call.better.seconds
+    better = f"tile {call.better.tile.label} is predicted {gain:.2f}x as fast"
+    return [text + f"{better} ({units.milliseconds(call.better.seconds)})"]
+
+
+def tables(calls: Sequence[Priced]) -> str:
+    """All calls, the dearest first, and their sum."""
+    if not calls:
+        return "no flash_attention call was made"
+    ordered = dearest_first(calls)
+    count = sum(call.count for call in calls)
+    total = f"{count} calls, {len(calls)} distinct, {units.milliseconds(sum(call.seconds for call in calls))} in all"
+    return "\n\n".join([*map(table, ordered), total] if count > 1 else map(table, ordered))
+
+
+def dearest_first(calls: Iterable[Priced]) -> list[Priced]:
+    """By the seconds of all runs together; equal ones keep their order."""
+    return sorted(calls, key=lambda call: -call.seconds)
+
+
+def details(call: Priced) -> str:
+    """The long form of one price: the table, bounds, breakdown, traffic and buffers."""
+    cost = call.cost
+    bounds = f"between {units.milliseconds(cost.lower_bound)} (busiest pipe) and {units.milliseconds(cost.upper_bound)}"
+    plan = f"{cost.tasks} tasks on {cost.cores} cores, {cost.steps} steps, {cost.launches} launch(es)"
+    lines = [table(call), f"bound by {cost.bound}; {bounds} (nothing overlapped)", plan, ""]
+    lines += ["where the time goes (constant x gradient):", *_shares(cost.breakdown, cost.seconds), ""]
+    lines += [f"L2 hit rate {units.percent(cost.l2_hit_rate)}; bytes moved:"]
+    lines += _columns((path, units.size(total)) for path, total in cost.traffic.items())
+    lines += ["", "buffers of a core:"]
+    lines += _columns((f.buffer, units.size(f.needed), f"of {units.size(f.available)}") for f in cost.footprints)
+    return "\n".join(lines)
+
+
+def _shares(breakdown: dict[str, float], total: float) -> list[str]:
+    largest = sorted(breakdown.items(), key=lambda item: -item[1])
+    return _columns((name, units.seconds(value), units.percent(value / total)) for name, value in largest)
+
+
+def _columns(cells: Iterable[Sequence[str]]) -> list[str]:
+    """Two spaces before and between; the first column to the left, the others to the right."""
+    lines = list(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  " + "  ".join([c[0].ljust(widths[0]), *map(str.rjust, c[1:], widths[1:])]).rstrip() for c in lines]
+
+
+# Devices -----------------------------------------------------------------------------------------------------------
+
+
+def device_list() -> str:
+    """One line a device: cores, L1, L2, HBM."""
+    lines = [("name", "arch", "cube", "vector", "L1", "L2", "HBM", "HBM/s")]
+    for name in devices():
+        spec = device(name)
+        cores = f"{spec.cube_cores:.0f}", f"{spec.cube_cores * spec.vector_cores_per_cube:.0f}"
+        memory = (spec.l1_bytes, spec.l2_bytes, spec.hbm_bytes)
+        rate = f"{spec.hbm_bytes_per_s / 1e9:.0f} GB/s"
+        lines.append((name, spec.arch, *cores, *map(units.size, memory), rate))
+    return "\n".join(line[2:] for line in _columns(lines))
+
+
+def device_text(name: str) -> str:
+    """Every number of a device with its confidence and its source."""
+    spec, numbers = device(name), provenance(name)
+    lines = [f"{spec.name} ({spec.soc}), {spec.arch}, L1 overflow: {spec.overflow}, fingerprint {spec.fingerprint()}"]
+    width, digits = max(map(len, numbers)), max(len(_number(value)) for value, _, _ in numbers.values())
+    for field, (value, source, confidence) in numbers.items():
+        lines.append(f"{field:<{width}}  {_number(value):>{digits}}  {confidence:<2}  {source}")
+    legend = ", ".join(f"{tag} {words}" for tag, words in CONFIDENCE.items())
+    return "\n".join([*lines, f"confidence: {legend}"])
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.12g}"
+
+
+# JSON --------------------------------------------------------------------------------------------------------------
+
+
+def as_dict(call: Priced) -> dict[str, Any]:
+    """A priced call for programs: SI units, plain numbers."""
+    cost = call.cost
+    plain = dataclasses.asdict(cost) | {"launch_share": cost.launch_share, "l1_miss_rate": 1 - cost.l1_hit_rate}
+    better = call.better and {"tile": dataclasses.asdict(call.better.tile), "seconds": call.better.seconds}
+    return plain | {
+        "label": cost.shape.label,
+        "tile_source": call.source,
+        "count": call.count,
+        "ops": [dataclasses.asdict(row) for row in rows(cost)],
+        "warnings": warnings(call),
+        "better": better,
+    }
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON (no NaN), indented."""
+    return json.dumps(value, indent=2, allow_nan=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and JAX scalars as Python numbers."""
+    return value.item()

@@ -1,0 +1,173 @@
+"""Which tile a call gets: the one resolution order. It serves numerics and price alike.
+
+1. An explicit tile: a TileConfig, or a text such as "128x512".                              source "explicit"
+2. A named level ("small", "large"), a number of parts, or a pair (parts_q, parts_kv).       "level: ..."
+   1 and 2 are used as they are; on a device, one that does not fit raises the model's ValueError.
+3. "auto" without a device (the host executes): 512 x 512, cut to the lengths, no pricing.   "auto: host"
+4. "auto", a row of the active tables with this very key: tables in order.                   "auto: table"
+5. "auto", rows of the same power-of-two bucket: tables in order, nearest row first; not     "auto: bucket"
+   used when the model says that the default tile is faster.
+   4 and 5: blocks are cut to the lengths and the tile is checked against the spec in use; a row that does not fit is
+   passed over, with one notice.
+6. "auto", by the model: the fastest, by exact price, of a fixed small set of tiles that     "auto: model"
+   has the default and the rule's in it, so that an auto tile is never slower than the default.
+7. The default tile, where the model has no finite price.                                    "auto: default"
+
+Policies "rule" and "default" skip 3..6 and take that tile, shrunk until it fits ("policy: rule").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from npumodel.hardware import DeviceSpec
+from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
+from npumodel.search.space import exact_seconds, fits, fitted, needs, padded, stacked
+from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
+from npumodel.tile import TileConfig
+from npumodel.workload import AttentionShape
+
+HOST = TileConfig(512, 512)
+
+#: Block sizes that the model chooses from, beside the default, the rule and one tile for the whole call.
+_SIZES = ((16, 128), (16, 512), (16, 2048), (32, 128), (32, 512), (64, 128), (64, 256), (64, 512), (128, 128), (128, 256))
+_SIZES += ((128, 512), (256, 128), (256, 256), (512, 128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """The tile of a call, and where it comes from (see the module)."""
+
+    tile: TileConfig
+    source: str
+
+
+#: Resolved calls, with what their key holds by identity (so that an id stays its own).
+_resolved: dict[tuple, tuple[Resolved, Any]] = {}
+_MANY = 8192
+
+
+def resolve(shape: AttentionShape, device: DeviceSpec | None, tile_level: Any = "auto", policy: str | None = None) -> Resolved:
+    """The tile of one call. device None: the host executes and nothing is priced.
+
+    policy ("auto", "rule" or "default"): who picks the tile when tile_level is "auto". Repeated calls are answered
+    from a cache, as long as the device and the active tables are the same objects.
+
+    Raises ValueError for a level or policy that is none, a tile that does not fit on the device, or a dtype that the
+    device does not multiply.
+    """
+    tables = active_tables() if isinstance(tile_level, str) and tile_level == "auto" else []
+    key = (shape, id(device), _hashable(tile_level), policy, *map(id, tables))
+    if key not in _resolved:
+        if len(_resolved) >= _MANY:
+            _resolved.clear()
+        _resolved[key] = (_resolve(shape, device, tile_level, policy, tables), (device, tables))
+    return _resolved[key][0]
+
+
+def _hashable(level: Any) -> Hashable:
+    """A key for a level; 1, 1.0 and True are different levels."""
+    if isinstance(level, list):
+        level = tuple(level)
+    try:
+        hash(level)
+    except TypeError:
+        raise ValueError(f"tile_level: expected plain integers in a TileConfig or a pair, got {level!r}") from None
+    return (type(level), level, *(map(type, level) if isinstance(level, tuple) else ()))
+
+
+def _resolve(shape, device, tile_level, policy, tables) -> Resolved:
+    if policy not in (None, *POLICIES):
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    if not (isinstance(tile_level, str) and tile_level == "auto"):
+        return _explicit(shape, device, tile_level, policy)
+    if device is None:
+        return Resolved(fitted(HOST, shape), "auto: host")
+    if policy in ("rule", "default"):
+        return Resolved(policy_tile(policy, shape, device), f"policy: {policy}")
+    return _from_tables(shape, device, tables) or by_model([shape], device)[0]
+
+
+def _explicit(shape, device, tile_level, policy) -> Resolved:
+    if policy is not None:
+        raise ValueError(f'policy: expected none beside a tile, got {policy!r}; give tile="auto" or no policy')
+    tile, source = explicit(tile_level, shape)
+    if device is not None:
+        require_legal(shape, device, tile)
+    return Resolved(tile, source)
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def _from_tables(shape: AttentionShape, device: DeviceSpec, tables: Sequence[TileTable]) -> Resolved | None:
+    found = [row for table in tables for row in table.candidates(shape, device)]
+    found.sort(key=lambda row: row.source != "exact")  # stable: then as the tables and their rows come
+    if not found:
+        return None
+    tiles = [fitted(row.tile, shape) for row in found]
+    fit = fits(needs([shape], stacked(tiles), device), device, shape.dtype)
+    for row, tile, good in zip(found, tiles, fit.all(-1), strict=True):
+        if not good:
+            _notice(row, tile, shape, device)
+        elif row.source == "exact":
+            return Resolved(tile, "auto: table")
+        elif _beats_default(tile, shape, device):
+            return Resolved(tile, "auto: bucket")
+    return None
+
+
+def _notice(row: Found, tile: TileConfig, shape: AttentionShape, device: DeviceSpec):
+    """Say once per call and device that a row is passed over (once, since what is resolved is cached)."""
+    try:
+        require_legal(shape, device, tile)
+    except ValueError as error:
+        what = f"tile table: row of {row.entry.header.name or 'a device'} for {shape.label} is passed over: {error}"
+        warnings.warn(what, TileTableWarning, stacklevel=2)
+
+
+def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> bool:
+    default = shrunk([shape], device, [DEFAULT])[0]
+    ours, other = exact_seconds([shape], stacked([tile, default]), device)
+    return bool(ours <= other)
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resolved]:
+    """For each shape the fastest legal tile of a fixed small set, by exact price; all shapes in one batch.
+
+    The shapes have one dtype, and a mask all or none. Ties: fewer bytes of L1, then the earlier in the set.
+    Raises ValueError when nothing is legal, or the device does not multiply the dtype.
+    """
+    default = shrunk(shapes, device, [DEFAULT] * len(shapes))
+    rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])
+    sets = [_candidates(*three) for three in zip(shapes, default, rule, strict=True)]
+    pairs = [(shape, tile) for shape, tiles in zip(shapes, sets, strict=True) for tile in tiles]
+    many, tiles = [shape for shape, _ in pairs], stacked([tile for _, tile in pairs])
+    need = needs(many, tiles, device)
+    legal = fits(need, device, shapes[0].dtype).all(-1)
+    seconds = np.full(len(pairs), np.inf)
+    keep = np.flatnonzero(legal)
+    seconds[keep] = exact_seconds([many[i] for i in keep], stacked([pairs[i][1] for i in keep]), device)
+    starts = np.cumsum([0, *map(len, sets)])
+    return [_fastest(sets[i], *(x[starts[i] : starts[i + 1]] for x in (seconds, need[:, 0]))) for i in range(len(sets))]
+
+
+def _candidates(shape: AttentionShape, default: TileConfig, rule: TileConfig) -> list[TileConfig]:
+    """The default first; distinct, cut to the lengths."""
+    sizes = [*_SIZES, (padded(shape.q_len), padded(shape.kv_len))]
+    return list(dict.fromkeys([default, rule, *(fitted(TileConfig(q, kv), shape) for q, kv in sizes)]))
+
+
+def _fastest(tiles: Sequence[TileConfig], seconds: np.ndarray, l1_bytes: np.ndarray) -> Resolved:
+    best = int(np.lexsort((np.arange(len(tiles)), l1_bytes, seconds))[0])
+    if not np.isfinite(seconds[best]):
+        return Resolved(tiles[0], "auto: default")
+    return Resolved(tiles[best], "auto: model")

@@ -1,0 +1,181 @@
+"""Tiles that are named, not searched: levels, part counts, the article's rule of thumb, and the default.
+
+    level   "small" = 32 x 32, "large" = 128 x 128 (article M4)
+    parts   12 or (4, 3): the score square in 4 blocks of queries x 3 blocks of keys (article S3)
+    text    "128x512", as `TileConfig.label` prints it
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from npumodel.hardware import DeviceSpec
+from npumodel.model.cost import illegal
+from npumodel.model.tiling import FRACTAL
+from npumodel.search.space import fitted, legal, padded, stacked
+from npumodel.tile import TileConfig
+from npumodel.workload import AttentionShape
+
+LEVELS = {"small": TileConfig(32, 32), "large": TileConfig(128, 128)}
+DEFAULT = TileConfig(128, 128)
+
+#: Policies: who picks a tile when none is given.
+POLICIES = ("auto", "rule", "default")
+
+_CURE = '"auto", "small", "large", a text like "128x512", a number of parts, a pair (parts_q, parts_kv), or a TileConfig'
+
+
+def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
+    """The plain tile that `level` names for a call, and how it was given ("explicit" or "level: ...").
+
+    Raises ValueError (expected, got) for something that names no tile.
+    """
+    if isinstance(level, TileConfig):
+        return _checked(level), "explicit"
+    if isinstance(level, str) and level in LEVELS:
+        return fitted(LEVELS[level], shape), f"level: {level}"
+    if isinstance(level, str):
+        return parse(level), "explicit"
+    if isinstance(level, int) and not isinstance(level, bool):
+        q, kv = balanced(level, shape)
+    elif isinstance(level, tuple | list) and len(level) == 2 and all(type(n) is int for n in level):
+        q, kv = level
+    else:
+        raise ValueError(f"tile_level: expected {_CURE}, got {level!r}")
+    tile = DEFAULT.replace(block_q=block(shape.q_len, q, "queries"), block_kv=block(shape.kv_len, kv, "keys"))
+    return tile, f"level: {q}x{kv} parts"
+
+
+def _checked(tile: TileConfig) -> TileConfig:
+    for name in ("block_q", "block_kv", "buffers", "lookahead"):
+        value = getattr(tile, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; arrays and reals are for the search")
+    return tile
+
+
+def parse(text: str) -> TileConfig:
+    """Read "128x512", also with " buffers=3", " lookahead=2", " unfused". Raises ValueError with the forms expected."""
+    first, *rest = text.split() or [""]
+    size = re.fullmatch(r"(\d+)[xX](\d+)", first)
+    fields: dict[str, Any] = {}
+    for word in rest:
+        knob = re.fullmatch(r"(buffers|lookahead)=(\d+)", word)
+        if knob:
+            fields[knob[1]] = int(knob[2])
+        elif word in ("fused", "unfused"):
+            fields["fusion"] = word
+        else:
+            size = None
+    if size is None:
+        raise ValueError(f"tile_level: expected {_CURE}, got {text!r}")
+    return TileConfig(int(size[1]), int(size[2]), **fields)
+
+
+def balanced(parts: int, shape: AttentionShape) -> tuple[int, int]:
+    """(parts_q, parts_kv) with this product: as equal as can be, more of q than of kv, and possible for the lengths.
+
+    12 -> (4, 3); 1 -> (1, 1); 12 with a single query -> (1, 12). Raises ValueError if no such cut exists.
+    """
+    if parts < 1:
+        raise ValueError(f"tile_level: expected a number of parts >= 1, got {parts}")
+    small = range(1, math.isqrt(min(parts, shape.q_len * shape.kv_len)) + 1)
+    pairs = [pair for n in small if parts % n == 0 for pair in ((n, parts // n), (parts // n, n))]
+    pairs.sort(key=lambda pair: (max(pair) / min(pair), -pair[0]))
+    for q, kv in pairs:
+        if _block(shape.q_len, q) and _block(shape.kv_len, kv):
+            return q, kv
+    raise ValueError(
+        f"tile_level: expected a number of parts that {shape.q_len} queries x {shape.kv_len} keys can be cut into, "
+        f"got {parts}; give fewer, or a pair (parts_q, parts_kv)"
+    )
+
+
+def block(length: int, parts: int, what: str) -> int:
+    """The block size that cuts `length` into exactly `parts`. Raises ValueError if there is none."""
+    size = _block(length, parts)
+    if size is None:
+        raise ValueError(f"tile_level: expected parts that {length} {what} can be cut into, got {parts}; give fewer parts")
+    return size
+
+
+def _block(length: int, parts: int) -> int | None:
+    """The smallest block with this count, in whole fractals where that keeps the count; None if no block has it."""
+    if parts < 1 or parts > length:
+        return None
+    size = -(-length // parts)
+    for candidate in (padded(size), size):
+        if -(-length // candidate) == parts:
+            return candidate
+    return None
+
+
+def rule_of_thumb(shape: AttentionShape) -> TileConfig:
+    """The article's rule (M4), S = the longer of q_len and kv_len: S >= 2048 and D >= 64 -> large; B >= 8 and
+    S <= 1024 -> small; else the default."""
+    length = max(shape.q_len, shape.kv_len)
+    if length >= 2048 and shape.head_dim >= 64:
+        return LEVELS["large"]
+    if shape.batch >= 8 and length <= 1024:
+        return LEVELS["small"]
+    return DEFAULT
+
+
+def default_tile(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
+    """128 x 128, double buffered, lookahead 1, shrunk by `ladder` until it fits.
+
+    Raises ValueError that names the buffer, the bytes needed and the bytes there are, when nothing fits.
+    """
+    return shrunk([shape], device, [DEFAULT])[0]
+
+
+def rule_tile(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
+    """The rule of thumb as a policy: its tile, shrunk by `ladder` until it fits. Raises as `default_tile`."""
+    return shrunk([shape], device, [rule_of_thumb(shape)])[0]
+
+
+def policy_tile(policy: str, shape: AttentionShape, device: DeviceSpec) -> TileConfig:
+    """The tile of policy "rule" or "default"."""
+    return {"rule": rule_tile, "default": default_tile}[policy](shape, device)
+
+
+def ladder(tile: TileConfig, shape: AttentionShape) -> list[TileConfig]:
+    """A tile and its smaller versions, in the order in which they are tried.
+
+    Blocks are first cut to the lengths; then the larger one is halved (block_kv if equal) down to 16 x 16. If that is
+    not enough: the same with lookahead 0, and then with lookahead 0 and one buffer.
+    """
+    sizes = [fitted(tile, shape)]
+    while max(sizes[-1].block_q, sizes[-1].block_kv) > FRACTAL:
+        last = sizes[-1]
+        name = "block_q" if last.block_q > last.block_kv else "block_kv"
+        sizes.append(last.replace(**{name: padded(math.ceil(getattr(last, name) / 2))}))
+    plans = ({}, {"lookahead": 0}, {"lookahead": 0, "buffers": 1})
+    return [size.replace(**plan) for plan in plans for size in sizes]
+
+
+def shrunk(shapes: Sequence[AttentionShape], device: DeviceSpec, tiles: Sequence[TileConfig]) -> list[TileConfig]:
+    """For every shape its tile, or the first of the tile's `ladder` that fits. All shapes: one dtype, masked or not.
+
+    Raises ValueError for a shape on which nothing fits.
+    """
+    ladders = [ladder(tile, shape) for tile, shape in zip(tiles, shapes, strict=True)]
+    rungs = [(shape, tile) for shape, steps in zip(shapes, ladders, strict=True) for tile in steps]
+    good = iter(legal([shape for shape, _ in rungs], stacked([tile for _, tile in rungs]), device).tolist())
+    chosen = []
+    for shape, steps in zip(shapes, ladders, strict=True):
+        fitting = [tile for tile, fit in [(tile, next(good)) for tile in steps] if fit]
+        if not fitting:
+            require_legal(shape, device, steps[-1])
+        chosen.append(fitting[0])
+    return chosen
+
+
+def require_legal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig):
+    """Raise the model's ValueError (buffer, bytes needed, bytes available) when a tile does not fit."""
+    problems = illegal(shape, device, tile)
+    if problems:
+        raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))

@@ -1,0 +1,141 @@
+"""The schedule against an independent event simulator, which shares no code with it."""
+
+import dataclasses
+
+import event_simulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from npumodel.model.graph import compile_graph
+from npumodel.model.pipeline import TRANSIENT, fast, knobs, trajectory
+from npumodel.model.stages import stage_table
+from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD
+
+ARCHS = ("coupled", "split", "direct")
+
+
+def kernels(arch):
+    """Every kernel that a call can run as: fused and alone, with and without a mask."""
+    seen = {}
+    for masked in (False, True):
+        for fusion in ("fused", "unfused"):
+            for kernel in compile_graph(masked, fusion).kernels:
+                seen[kernel.kinds] = stage_table(kernel, arch)
+    return seen
+
+
+TABLES = [(arch, kinds, table) for arch in ARCHS for kinds, table in kernels(arch).items()]
+IDS = [f"{arch}-{'+'.join(kinds)}" for arch, kinds, _ in TABLES]
+
+
+def draw(rng, table):
+    """Durations spread over three decades, so that any stage can be the bottleneck."""
+    names = [s.name for s in table.stages]
+    full = dict(zip(names, 10 ** rng.uniform(-1.5, 1.5, len(names)), strict=True))
+    tail = {n: d * rng.uniform(0, 1) for n, d in full.items()}
+    knobs_ = int(rng.integers(1, MAX_BUFFERS + 1)), int(rng.integers(0, MAX_LOOKAHEAD + 1))
+    return full, tail, *knobs_, float(rng.uniform(0, 2))
+
+
+def simulate(table, full, tail, steps, buffers, lookahead, sync):
+    rule = {"buffers": buffers, "lookahead": lookahead + 1}
+    stages = [event_simulator.Stage(s.name, s.pipe, s.waits, s.buffer, s.freed_by, s.group, s.when) for s in table.stages]
+    return event_simulator.simulate(
+        stages,
+        full,
+        {**full, **tail},
+        steps,
+        lookahead,
+        {name: rule.get(depth, depth) for name, depth in table.depths},
+        sync={s.name: sync for s in table.stages if s.sync},
+        compute={s.name for s in table.stages if s.compute},
+    )
+
+
+def reading(table, transient, waits=True):
+    @jax.jit
+    def run(full, tail, steps, buffers, lookahead, sync):
+        return fast(table, full, tail, steps, knobs(table, buffers, lookahead, sync), transient, waits)
+
+    def call(full, tail, steps, *rest):
+        return run(*jax.tree.map(jnp.asarray, (full, tail, float(steps), *rest)))
+
+    return call
+
+
+@pytest.mark.parametrize("arch,kinds,table", TABLES, ids=IDS)
+def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
+    rng = np.random.default_rng(len(kinds) + 10 * ARCHS.index(arch))
+    run = reading(table, TRANSIENT)
+    for i in range(60):
+        full, tail, buffers, lookahead, sync = draw(rng, table)
+        steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
+        got, _ = run(full, tail, steps, buffers, lookahead, sync)
+        want = simulate(table, full, tail, steps, buffers, lookahead, sync)
+        assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
+        waits = dict(zip([s.name for s in table.stages], np.asarray(got.wait), strict=True))
+        for name, wait in want.wait.items():
+            assert waits[name] == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps, buffers, lookahead)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_shorter_task_matches_the_event_simulator(arch):
+    table, rng = kernels(arch)[("qk", "softmax", "pv")], np.random.default_rng(5)
+    run = reading(table, TRANSIENT)
+    for _ in range(12):
+        full, tail, buffers, lookahead, sync = draw(rng, table)
+        _, lengths = run(full, tail, 50, buffers, lookahead, sync)
+        for steps in (1, 2, 3, 4, 5, 9, TRANSIENT):
+            want = simulate(table, full, full, steps, buffers, lookahead, sync)
+            assert float(lengths.makespan[steps - 1]) == pytest.approx(want.makespan, rel=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_trajectory_has_the_simulators_events(arch):
+    table, rng = kernels(arch)[("qk", "mask", "softmax", "pv")], np.random.default_rng(6)
+    for steps, lookahead in ((1, 2), (2, 3), (7, 0), (20, 1), (20, 3)):
+        full, tail, buffers, _, sync = draw(rng, table)
+        k = knobs(table, buffers, lookahead, sync)
+        got, ends, _ = trajectory(table, full, tail, steps, k, steps + MAX_LOOKAHEAD)
+        want = simulate(table, full, tail, steps, buffers, lookahead, sync)
+        assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-5)
+        for event in want.events:
+            lag = lookahead if table.stage(event.name).group == "back" else 0
+            assert float(ends[event.name][max(event.iteration, 0) + lag]) == pytest.approx(event.end, rel=1e-5), event
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_serial_table_is_the_sum_of_all_durations(arch):
+    table, rng = kernels(arch)[("qk", "softmax", "pv")].serial(), np.random.default_rng(7)
+    full, tail, _, _, _ = draw(rng, table)
+    got, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
+    once = sum(d for n, d in full.items() if table.stage(n).when != "step")
+    steps = sum(10 * full[n] + tail[n] for n in full if table.stage(n).when == "step")
+    assert float(got.makespan) == pytest.approx(once + steps, rel=1e-5)
+
+
+def test_upstream_finds_the_feeding_computation_through_transfers():
+    table = kernels("split")[("qk", "softmax", "pv")]
+    assert table.upstream(table.stage("softmax")) == ("qk_matmul",)
+    assert table.upstream(table.stage("pv_matmul")) == ("softmax",)
+    assert dataclasses.replace(table).upstream(table.stage("rescale")) == ("pv_matmul",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_transient_has_settled_on_many_random_pipelines(arch):
+    table, rng = kernels(arch)[("qk", "softmax", "pv")], np.random.default_rng(8)
+    draws = [draw(rng, table) for _ in range(3000)]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.asarray(x, float), *trees)  # noqa: E731
+    steps = jnp.asarray(rng.integers(1, 700, len(draws)), float)
+
+    def at(transient):
+        def one(full, tail, buffers, lookahead, sync, n):
+            return fast(table, full, tail, n, knobs(table, buffers, lookahead, sync), transient, False)[0].makespan
+
+        return np.asarray(jax.jit(jax.vmap(one))(*(stack([d[i] for d in draws]) for i in range(5)), steps))
+
+    error = np.abs(at(TRANSIENT) / at(720) - 1)
+    # Two nearly equal circuits can take hundreds of steps to settle who rules: rare, and the error stays small.
+    assert np.mean(error > 1e-3) <= 1e-3 and error.max() < 2e-3, np.sort(error)[-5:]
