@@ -1,6 +1,6 @@
 """npumodel: execute FlashAttention in JAX, price the same plan on an Ascend NPU, and differentiate the price."""
 
-# (doors come with api.py)
+from .api import estimate, flash_attention, target, trace, tune
 from .hardware import DeviceSpec, device, devices
 from .model.cost import Cost
 from .search.table import TileTable, use_table
@@ -9,3 +9,18 @@ from .workload import AttentionShape
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "AttentionShape",
+    "Cost",
+    "DeviceSpec",
+    "TileConfig",
+    "TileTable",
+    "device",
+    "devices",
+    "estimate",
+    "flash_attention",
+    "target",
+    "trace",
+    "tune",
+    "use_table",
+]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import Tracer
 
 from npumodel import hardware
 from npumodel.attention import blocked_attention, check_attention
@@ -88,8 +89,8 @@ def _needed(device: DeviceLike | None) -> DeviceSpec:
     if spec is None:
         names = ", ".join(hardware.devices())
         raise ValueError(
-            "device: expected one, got none; give device=..., or use `with npumodel.target(...)`, or set NPUMODEL_DEVICE "
-            f"(shipped: {names})"
+            "device: expected one, got none; give device=..., or use `with npumodel.target(...)`, or set "
+            f"NPUMODEL_DEVICE (shipped: {names})"
         )
     return spec
 
@@ -123,7 +124,7 @@ def _notify(call: Call):
 
 
 def _report(call: Call, traced: bool):
-    """Tell the listeners: at once when eager, else from inside the compiled program, at each run (in a scan, each turn).
+    """Tell the listeners: at once when eager, else from inside the compiled program, at each run (scan: each turn).
 
     The callback takes no operands, so that vmap runs it once, and not once per example.
     """
@@ -169,7 +170,7 @@ def flash_attention(
         return blocked_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale, block_q=1, block_kv=1)
     resolved = _resolve_now(shape, spec, tile_level)
     if listeners:
-        traced = any(isinstance(x, jax.core.Tracer) for x in (q, k, v, attn_mask, scale))
+        traced = any(isinstance(x, Tracer) for x in (q, k, v, attn_mask, scale))
         _report(Call(shape, resolved, None if spec is None else spec.name), traced)
     block_q, block_kv = min(resolved.tile.block_q, shape.q_len), min(resolved.tile.block_kv, shape.kv_len)
     return _blocked(q, k, v, attn_mask, is_causal=bool(is_causal), scale=scale, block_q=block_q, block_kv=block_kv)
@@ -184,7 +185,9 @@ def _resolve_now(shape: AttentionShape, spec: DeviceSpec | None, tile_level: Any
 # Price ---------------------------------------------------------------------------------------------------------------
 
 
-def resolve(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto", policy: str | None = None) -> Resolved:
+def resolve(
+    shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto", policy: str | None = None
+) -> Resolved:
     """The tile that a call of this shape gets, and where it comes from. Raises as `search.auto.resolve`."""
     return auto.resolve(_shape(shape), _chosen(device), tile, policy)
 
@@ -204,7 +207,7 @@ def estimate(
     policy   who picks the tile when it is "auto": "auto" (tables, then the model), "rule" or "default"
     overlap  False: no transfer beside any computation
 
-    Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it does not multiply.
+    Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it cannot multiply.
     """
     spec, asked = _needed(device), _shape(shape)
     return cost.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)

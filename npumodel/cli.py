@@ -9,16 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 
+from npumodel import __version__
+
 #: Packages that come with an extra.
 _EXTRAS = {"tyro": "cli", "rich": "cli", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never a traceback for a mistake of the user's."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv == ["--version"]:
+        print(f"npumodel {__version__}")
+        return 0
     try:
         from npumodel import commands
 
-        return commands.run(sys.argv[1:] if argv is None else list(argv))
+        return commands.run(argv)
     except ModuleNotFoundError as error:
         return _missing(error)
     except BrokenPipeError:  # the reader has gone (`npumodel devices | head -1`): say nothing more

@@ -1,4 +1,4 @@
-"""What a program asks for: every executed `flash_attention` call, once per distinct call, with a count."""
+"""What a program asks for: every executed `flash_attention` call, once per distinct call, with a count and a price."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from typing import Any
 
 import jax
 
-from npumodel import api
+from npumodel import api, hardware
+from npumodel.hardware import DeviceSpec
+from npumodel.model.cost import Cost, estimate
+from npumodel.report_text import Priced, warnings
+from npumodel.search.auto import by_model
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """One distinct call: its shape (with dtype and mask), the tile and who chose it, the device's name, how often."""
+    """One distinct call: its shape (with dtype and mask), the tile and who chose it, how often, and the name of the
+    device that it was planned for (None: the host)."""
 
     shape: AttentionShape
     tile: TileConfig
     source: str
-    device: str
+    device: str | None
     count: int = 1
 
     @property
-    def identity(self) -> tuple[AttentionShape, TileConfig, str]:
+    def identity(self) -> tuple[AttentionShape, TileConfig, str | None]:
         """What tells it from other calls."""
         return self.shape, self.tile, self.device
 
@@ -49,7 +54,7 @@ class Recording:
             new = call if old is None else dataclasses.replace(old, count=old.count + call.count)
             self._found[call.identity] = new
 
-    def heard(self, call: Any):
+    def heard(self, call: api.Call):
         """A listener of `api`."""
         self.add(Recorded(call.shape, call.resolved.tile, call.resolved.source, call.device_name))
 
@@ -124,3 +129,62 @@ def _of_script(error: BaseException, path: Path):
     while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
         frames = frames.tb_next
     return frames
+
+
+# Prices ------------------------------------------------------------------------------------------------------------
+
+
+def priced(
+    calls: Sequence[Recorded], spec: DeviceSpec, level: Any = None, batch: int | None = None, heads: int | None = None
+) -> list[Priced]:
+    """Price recorded calls, each on the device that it was planned for (`spec`, if that was the host).
+
+    level   a tile level for all calls, instead of the tile that each ran with
+    batch, heads  sizes for all calls, instead of their own; calls that become equal are counted together
+
+    Raises ValueError for heads that a call's kv heads do not divide, and for a tile that does not fit.
+    """
+    together = Recording()
+    for call in calls:
+        together.add(_planned(call, spec, level, batch, heads))
+    return [_price(call, spec) for call in together.calls]
+
+
+def _planned(call: Recorded, spec: DeviceSpec, level: Any, batch: int | None, heads: int | None) -> Recorded:
+    """The call as it is to be priced: a tile that was found by "auto" is looked up again for another size or device."""
+    shape, device = resized(call.shape, batch, heads), call.device or spec.name
+    if level is None and (shape, device) != (call.shape, call.device) and call.source.startswith("auto"):
+        level = "auto"
+    if level is None:
+        return dataclasses.replace(call, shape=shape, device=device)
+    found = api.resolve(shape, spec_of(device, spec), level)
+    return Recorded(shape, found.tile, found.source, device, call.count)
+
+
+def resized(shape: AttentionShape, batch: int | None = None, heads: int | None = None) -> AttentionShape:
+    """The shape with another batch and number of query heads; as many query heads share a kv head as before."""
+    group, heads = shape.q_heads // shape.kv_heads, heads or shape.q_heads
+    if heads % group:
+        raise ValueError(f"heads: expected a multiple of {group}, the query heads that share a kv head, got {heads}")
+    return dataclasses.replace(shape, batch=batch or shape.batch, q_heads=heads, kv_heads=heads // group)
+
+
+def spec_of(name: str, spec: DeviceSpec) -> DeviceSpec:
+    """The device of this name: `spec` if it is the one (it may come from a file), else a shipped one."""
+    return spec if name == spec.name else hardware.device(name)
+
+
+def _price(call: Recorded, spec: DeviceSpec) -> Priced:
+    spec = spec_of(call.device or spec.name, spec)
+    cost = estimate(call.shape, spec, call.tile)
+    result = Priced(cost, call.source, call.count)
+    return dataclasses.replace(result, better=_better(cost, spec)) if warnings(result) else result
+
+
+def _better(cost: Cost, spec: DeviceSpec) -> Cost | None:
+    """The price of the tile that "auto" would take, from the tables or by the model, if it is cheaper."""
+    found = [api.resolve(cost.shape, spec), *by_model([cost.shape], spec)]
+    tiles = dict.fromkeys(one.tile for one in found if one.tile != cost.tile)
+    costs = [estimate(cost.shape, spec, tile) for tile in tiles]
+    best = min(costs, key=lambda one: one.seconds, default=cost)
+    return best if best.seconds < cost.seconds else None

@@ -85,7 +85,8 @@ def warnings(call: Priced) -> list[str]:
     waits = ", ".join(f"{row.title} {units.milliseconds(row.dma_wait)}" for row in late)
     text = f"warning: tile {call.cost.tile.label}: dma_wait above {units.milliseconds(WAIT_LIMIT)} in {waits}; "
     if call.better is None:
-        return [text + f"no cheaper tile found, the call is bound by {call.cost.bound}"]
+        hint = "" if call.source == "auto: table" else " (`npumodel tune` searches)"
+        return [text + f"no cheaper tile is known{hint}; bound by {call.cost.bound}"]
     gain = call.cost.seconds / call.better.seconds
     better = f"tile {call.better.tile.label} is predicted {gain:.2f}x as fast"
     return [text + f"{better} ({units.milliseconds(call.better.seconds)})"]
@@ -137,7 +138,7 @@ def _columns(cells: Iterable[Sequence[str]]) -> list[str]:
 
 def device_list() -> str:
     """One line a device: cores, L1, L2, HBM."""
-    lines = [("name", "arch", "cube", "vector", "L1", "L2", "HBM", "HBM/s")]
+    lines: list[tuple[str, ...]] = [("name", "arch", "cube", "vector", "L1", "L2", "HBM", "HBM/s")]
     for name in devices():
         spec = device(name)
         cores = f"{spec.cube_cores:.0f}", f"{spec.cube_cores * spec.vector_cores_per_cube:.0f}"

@@ -71,7 +71,7 @@ def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
     for i in range(60):
         full, tail, buffers, lookahead, sync = draw(rng, table)
         steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
-        got, _ = run(full, tail, steps, buffers, lookahead, sync)
+        got, _, _ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
         waits = dict(zip([s.name for s in table.stages], np.asarray(got.wait), strict=True))
@@ -85,7 +85,7 @@ def test_every_shorter_task_matches_the_event_simulator(arch):
     run = reading(table, TRANSIENT)
     for _ in range(12):
         full, tail, buffers, lookahead, sync = draw(rng, table)
-        _, lengths = run(full, tail, 50, buffers, lookahead, sync)
+        _, lengths, _ = run(full, tail, 50, buffers, lookahead, sync)
         for steps in (1, 2, 3, 4, 5, 9, TRANSIENT):
             want = simulate(table, full, full, steps, buffers, lookahead, sync)
             assert float(lengths.makespan[steps - 1]) == pytest.approx(want.makespan, rel=1e-5)
@@ -109,7 +109,7 @@ def test_trajectory_has_the_simulators_events(arch):
 def test_serial_table_is_the_sum_of_all_durations(arch):
     table, rng = kernels(arch)[("qk", "softmax", "pv")].serial(), np.random.default_rng(7)
     full, tail, _, _, _ = draw(rng, table)
-    got, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
+    got, _, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
     once = sum(d for n, d in full.items() if table.stage(n).when != "step")
     steps = sum(10 * full[n] + tail[n] for n in full if table.stage(n).when == "step")
     assert float(got.makespan) == pytest.approx(once + steps, rel=1e-5)

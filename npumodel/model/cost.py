@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..hardware import DeviceSpec
-from ..relax import gate, tent
+from ..hardware.spec import OVERFLOWS
+from ..relax import floor_div, gate, tent
 from ..tile import TileConfig
 from ..workload import AttentionShape
 from . import tiling
@@ -108,7 +109,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     reads = [sum(l0_bytes(s, p, corners)) + 0 * corners.rows * corners.cols for s in table.stages if s.action == "matmul"]
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(per_core * head.makespan, heaviest),
+        core=jnp.maximum(_core_seconds(b, x, head, temperature), heaviest),
         busy={s.name: per_core * _per_head(s.when, b, seconds[s.name]) for s in table.stages},
         wait={s.name: per_core * head.wait[i] for i, s in enumerate(table.stages)},
         bytes=moved,
@@ -121,19 +122,36 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     )
 
 
+class _Head(NamedTuple):
+    """All tasks of a head: their makespans added up, the mean of those before the last, the waits added up."""
+
+    makespan: Any
+    usual: Any
+    wait: Any
+
+
+def _core_seconds(b: Blocks, x: Traffic, head: _Head, temperature):
+    """The busiest core: whole heads, and of one more head so many tasks as are left: full ones, or, where tasks differ
+    in length (causal), tasks of mean length, since long and short ones are dealt out in pairs."""
+    heads = floor_div(x.waves, b.q_blocks, temperature)
+    task = jnp.maximum(head.usual, head.makespan / b.q_blocks)
+    return heads * head.makespan + jnp.maximum(x.waves - heads * b.q_blocks, 0.0) * task
+
+
 def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
-    """Times of all tasks of a head, and of its longest task. Between whole buffers and lookaheads: the mean of the
-    neighbours."""
+    """(times of all tasks of a head, seconds of its longest task). Between whole buffers and lookaheads: the mean of
+    the neighbours."""
 
     def at(buffers, lookahead):
         k = knobs(table, buffers, lookahead, sync)
         full, tail = ({n: s[:, j] for n, s in seconds.items()} for j in (0, 1))  # [2]: full rows, ragged rows
-        both, lengths = jax.vmap(lambda f, t: fast(table, f, t, b.kv_blocks, k, o.transient, o.waits))(full, tail)
-        whole, ragged = (jax.tree.map(lambda x: x[i], both) for i in (0, 1))
-        lengths = jax.tree.map(lambda x: x[0], lengths)
+        times = jax.vmap(lambda f, t: fast(table, f, t, b.kv_blocks, k, o.transient, o.waits))(full, tail)
+        (whole, lengths, empty), (ragged, _, _) = (jax.tree.map(lambda x: x[i], times) for i in (0, 1))
         early = gate(b.q_blocks - b.reach_end) * tiling.at_length(lengths.makespan, b.kv_blocks - 1)
         heaviest = jnp.maximum(jnp.maximum(early, ragged.makespan), gate(b.reach_end - 1) * whole.makespan)
-        return jax.tree.map(partial(tiling.over_tasks, b), lengths, whole, ragged), heaviest
+        total = jax.tree.map(partial(tiling.over_tasks, b), lengths, whole, ragged, empty)
+        usual = (total.makespan - ragged.makespan) / jnp.maximum(b.q_blocks - 1, 1.0)
+        return _Head(total.makespan, usual, total.wait), heaviest
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:
@@ -149,8 +167,10 @@ def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, s
 def _per_head(when: str, b: Blocks, corners):
     """Sum over the runs of a stage in one head of a quantity given for the four [2, 2] block sizes."""
     full, tail, ragged_full, ragged_tail = corners[0, 0], corners[0, 1], corners[1, 0], corners[1, 1]
-    if when != "step":
+    if when == "task_end":
         return (b.q_blocks - 1) * full + ragged_full
+    if when == "task_start":  # tasks without a single step load nothing
+        return jnp.maximum(b.q_blocks - b.shorter[0] - 1, 0.0) * full + ragged_full
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
     inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)
     return inner * full + at_end * tail + jnp.maximum(b.kv_blocks - 1, 0.0) * ragged_full + ragged_tail
@@ -270,7 +290,8 @@ def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, ove
 def arguments(shape: AttentionShape, tile: TileConfig, device: DeviceSpec):
     """(Problem, tile, device) as arrays of the default real type, so that calls share one compilation."""
     time_constants(device, shape.dtype)  # an unknown dtype is refused before anything is compiled
-    return jax.tree.map(_real, (Problem.of(shape), tile, device.anonymous()))
+    chip = device.anonymous().replace(overflow=OVERFLOWS[0])  # judged by `illegal`, of no interest to the price
+    return jax.tree.map(_real, (Problem.of(shape), tile, chip))
 
 
 def _real(x):

@@ -208,11 +208,12 @@ class _Machine(NamedTuple):
         """One slot: the past grows older, then all stages run."""
         return _run(self.step, state[self.wiring.turn], durations, on, self.waits)
 
-    def begin(self, full: dict):
-        """The state before the first slot: buffers are free, the pipes that load first are busy until they have."""
+    def begin(self, full: dict, loads=1.0):
+        """The state before the first slot: buffers are free, the pipes that load first are busy until they have.
+        loads 0: a task without any step, which loads nothing."""
         state = jnp.zeros(self.wiring.size, jnp.result_type(float, *full.values()))
         for stage in self.wiring.table.when("task_start"):
-            done = state[self.wiring.pipe(stage.pipe)] + full[stage.name]
+            done = state[self.wiring.pipe(stage.pipe)] + full[stage.name] * loads
             state = state.at[np.array([self.wiring.pipe(stage.pipe), self.wiring.end(stage.name)])].set(done)
         return state
 
@@ -229,11 +230,16 @@ class _Machine(NamedTuple):
         if self.back is not None:
             state, more = self._drain(state, steps, self.seconds(full, "back"), self.seconds(tail, "back"))
             waited = waited + self._spread(self._back(), more)
-        if self.end is not None:
-            seconds = self.seconds(full, "end")
-            state, more = _run(self.end, state, seconds, jnp.ones_like(seconds), self.waits)
-            waited = waited + self._spread(self.wiring.table.when("task_end"), more)
-        return state, waited
+        state, more = self.finish(state, full)
+        return state, waited + more
+
+    def finish(self, state, full: dict):
+        """Run the stages that come once at the end of a task."""
+        if self.end is None:
+            return state, self._spread((), jnp.zeros(0, state.dtype))
+        seconds = self.seconds(full, "end")
+        state, waited = _run(self.end, state, seconds, jnp.ones_like(seconds), self.waits)
+        return state, self._spread(self.wiring.table.when("task_end"), waited)
 
     def _drain(self, state, steps, full, tail):
         """The back stages still owed after the last front stage."""
@@ -249,8 +255,8 @@ class _Machine(NamedTuple):
     def _spread(self, stages, waited):
         """Waits of some stages, at their places in the table; transfers do not count."""
         names = [s.name for s in self.wiring.table.stages]
-        places = np.array([names.index(s.name) for s in stages])
-        waited = jnp.where(np.array([s.compute and self.waits for s in stages]), waited, 0.0)
+        places = np.array([names.index(s.name) for s in stages], int)
+        waited = jnp.where(np.array([s.compute and self.waits for s in stages], bool), waited, 0.0)
         return jnp.zeros(len(names), waited.dtype).at[places].set(waited)
 
     def makespan(self, state):
@@ -268,7 +274,7 @@ def fast(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: 
     """Times of a task of `steps` steps (a real; the last one with durations `tail`), in O(transient).
 
     Exact for whole steps up to `transient`. Returns (TaskTimes of that task, TaskTimes [transient] of tasks of
-    1, 2, ... full steps). Without `waits` the waits are zeros.
+    1, 2, ... full steps, TaskTimes of a task without steps). Without `waits` the waits are zeros.
     """
     machine = _machine(table, k, waits)
     seconds, is_back = machine.seconds(full, "step"), machine.is_back()
@@ -289,7 +295,8 @@ def fast(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: 
     whole = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0)
     lengths = jnp.arange(1, transient + 1)
     every = jax.vmap(close, (0, 0, 0, None))(states, waited, lengths, full)
-    return close(state, before, whole, tail), every
+    end, waited = machine.finish(machine.begin(full, 0.0), full)
+    return close(state, before, whole, tail), every, TaskTimes(machine.makespan(end), waited)
 
 
 def _fold(steps, transient: int, series):
@@ -322,12 +329,9 @@ def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots
         state, waited = machine.slot(state, jnp.where(step == steps - 1, ragged, whole), on * 1.0)
         return state, (state, machine._spread(wiring.order, waited))
 
-    state, (states, waits) = jax.lax.scan(body, machine.begin(full), jnp.arange(slots))
-    total = waits.sum(0)
-    if machine.end is not None:
-        last = machine.seconds(full, "end")
-        state, more = _run(machine.end, state, last, jnp.ones_like(last), True)
-        total = total + machine._spread(table.when("task_end"), more)
+    state, (states, waits) = jax.lax.scan(body, machine.begin(full, jnp.where(steps > 0, 1.0, 0.0)), jnp.arange(slots))
+    state, more = machine.finish(state, full)
+    total = waits.sum(0) + more
     once = {s.name for s in table.stages if s.when != "step"}
     place = {s.name: wiring.end(s.name) for s in table.stages}
     ends = {n: jnp.full(slots, state[i]) if n in once else states[:, i] for n, i in place.items()}

@@ -64,6 +64,8 @@ class Blocks(NamedTuple):
     reach_end       q blocks that reach the last kv block
     steps           steps of all tasks of a head
     late_sum        sum over j = transient+1 .. kv_blocks-1 of the q blocks with fewer than j steps
+    late_phase      [PERIOD] shares of the q blocks with more than `transient` steps that stop before the last kv block,
+                    by their steps beyond, modulo PERIOD; from a sample of _SAMPLES blocks spread over them
     """
 
     q_blocks: Any
@@ -76,6 +78,10 @@ class Blocks(NamedTuple):
     reach_end: Any
     steps: Any
     late_sum: Any
+    late_phase: Any
+
+
+_SAMPLES = 24
 
 
 def cut(p: Problem, tile: TileConfig, transient: int, temperature=0.0) -> Blocks:
@@ -92,6 +98,15 @@ def cut(p: Problem, tile: TileConfig, transient: int, temperature=0.0) -> Blocks
         start = jnp.maximum((first - 1) * cols - p.offset, 0.0)
         return floor_sum(count, cols, start, rows, temperature)
 
+    def phase_shares(first, last):  # of q blocks first .. last - 1
+        block = first + jnp.floor((jnp.arange(_SAMPLES) + 0.5) * jnp.maximum(last - first, 0.0) / _SAMPLES)
+        steps = ceil_div((block + 1) * rows + p.offset, cols, temperature) - transient
+        phase = (steps - PERIOD * jnp.floor(jax.lax.stop_gradient(steps) / PERIOD))[None, :]
+        away = phase - jnp.arange(PERIOD, dtype=phase.dtype)[:, None]
+        return (tent(away) + tent(away - PERIOD)).mean(1)
+
+    counts = shorter(jnp.arange(1, transient + 2, dtype=jnp.result_type(float)))
+    reach_end = q_blocks - shorter(kv_blocks)
     return Blocks(
         q_blocks,
         kv_blocks,
@@ -99,10 +114,11 @@ def cut(p: Problem, tile: TileConfig, transient: int, temperature=0.0) -> Blocks
         cols,
         tail_rows=jnp.clip(p.q_len - (q_blocks - 1) * rows, 0.0, rows),
         tail_cols=jnp.clip(p.kv_len - (kv_blocks - 1) * cols, 0.0, cols),
-        shorter=shorter(jnp.arange(1, transient + 2, dtype=jnp.result_type(float))),
-        reach_end=q_blocks - shorter(kv_blocks),
+        shorter=counts,
+        reach_end=reach_end,
         steps=q_blocks * kv_blocks - shorter_sum(1.0, kv_blocks),
         late_sum=shorter_sum(transient + 1.0, kv_blocks - 1),
+        late_phase=phase_shares(counts[-1], q_blocks - reach_end),
     )
 
 
@@ -119,11 +135,11 @@ def _per_step(every_length):
     return (every_length[-1] - every_length[-1 - PERIOD]) / PERIOD
 
 
-def over_tasks(b: Blocks, every_length, whole, ragged):
+def over_tasks(b: Blocks, every_length, whole, ragged, empty):
     """Sum a per-task quantity over all tasks of a head.
 
     every_length [transient, ...] for tasks of 1, 2, ... full steps; whole [...]: a task that reaches the last kv block;
-    ragged [...]: the last q block of the head.
+    ragged [...]: the last q block of the head; empty [...]: a task without steps.
     """
     transient = every_length.shape[0]
     j = jnp.arange(1, transient + 1, dtype=b.shorter.dtype)
@@ -131,8 +147,18 @@ def over_tasks(b: Blocks, every_length, whole, ragged):
     early_stop = b.q_blocks - b.reach_end  # q blocks that stop before the last kv block
     late = jnp.maximum(early_stop - b.shorter[-1], 0.0) * gate(b.kv_blocks - 1 - transient)
     late_steps = jnp.maximum((b.kv_blocks - 1 - transient) * early_stop - b.late_sum, 0.0) * (late > 0)
-    short = exactly @ every_length + late * every_length[-1] + late_steps * _per_step(every_length)
-    return short + jnp.maximum(b.reach_end - 1, 0.0) * whole + ragged
+    per_step = _per_step(every_length)
+    beyond = late * (every_length[-1] + b.late_phase @ _phases(every_length)) + late_steps * per_step
+    return exactly @ every_length + beyond + b.shorter[0] * empty + jnp.maximum(b.reach_end - 1, 0.0) * whole + ragged
+
+
+def _phases(every_length):
+    """[PERIOD, ...] for a task of transient + 0, 1, 2, ... steps (modulo PERIOD): what it takes more than the straight
+    line of slope `_per_step` through the last known length."""
+    ahead = jnp.arange(PERIOD, dtype=every_length.dtype)
+    behind = jnp.where(ahead > 0, ahead - PERIOD, 0.0).reshape(-1, *[1] * (every_length.ndim - 1))
+    same_phase = jnp.concatenate([every_length[-1:], every_length[-PERIOD:-1]])
+    return same_phase - every_length[-1:] - behind * _per_step(every_length)[None]
 
 
 class Traffic(NamedTuple):

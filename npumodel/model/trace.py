@@ -88,14 +88,17 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
 
 
 def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost):
-    """(steps, whether its rows are ragged) of each task of core 0, which starts at the first q block of a head."""
+    """(steps, whether its rows are ragged) of each task of core 0, which starts with a head of its own. Where tasks
+    differ in length, short and long ones take turns."""
     rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
-    q_blocks, offset = math.ceil(shape.q_len / rows), int(Problem.of(shape).offset)
+    blocks, offset = math.ceil(shape.q_len / rows), int(Problem.of(shape).offset)
+    order = list(range(blocks))
+    if shape.causal:
+        order = [i for pair in zip(order, reversed(order), strict=True) for i in pair][:blocks]
     for task in range(math.ceil(cost.tasks / cost.cores)):
-        block = task % q_blocks
+        block = order[task % blocks]
         keys = min(shape.kv_len, min((block + 1) * rows, shape.q_len) + offset)
-        if keys > 0:
-            yield math.ceil(keys / cols), block == q_blocks - 1
+        yield math.ceil(max(keys, 0) / cols), block == blocks - 1
 
 
 @partial(jax.jit, static_argnames=("options", "kernel", "slots"))
@@ -121,7 +124,7 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
     def event(stage: Stage, step: int) -> Event:
         last = stage.when == "step" and step == steps - 1
         end, seconds = at(ends, stage, step), float((tail if last else full)[stage.name])
-        before = [(at(ends, table.stage(name), step), name) for name in stage.waits]
+        before = [(at(ends, table.stage(name), step), name) for name in stage.waits] if steps else []
         return Event(
             stage.name,
             stage.op,
@@ -140,4 +143,5 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
         return [event(stage, step) for stage in table.when(when)]
 
     middle = [event(stage, step) for step in range(shown) for stage in table.when("step")]
-    return once("task_start", 0) + middle + (once("task_end", steps - 1) if shown == steps else [])
+    first = once("task_start", 0) if steps else []
+    return first + middle + (once("task_end", max(steps - 1, 0)) if shown == steps else [])

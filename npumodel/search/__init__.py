@@ -1,9 +1,9 @@
 """How tiles are chosen.
 
-    space      the lattice of tiles, which are legal, and exact prices in batches
-    rules      named levels, part counts, the rule of thumb, the default
-    gradient   descent on real knobs, rounding, exact polish
-    tuner      `tune`: one search with its budget, and what it found
-    table      learned tiles on disk
-    auto       which of all these answers a call: the one resolution order
+space      the lattice of tiles, which are legal, and exact prices in batches
+rules      named levels, part counts, the rule of thumb, the default
+gradient   descent on real knobs, rounding, exact polish
+tuner      `tune`: one search with its budget, and what it found
+table      learned tiles on disk
+auto       which of all these answers a call: the one resolution order
 """

@@ -27,7 +27,7 @@ import numpy as np
 
 from npumodel.hardware import DeviceSpec
 from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
-from npumodel.search.space import exact_seconds, fits, fitted, needs, padded, stacked
+from npumodel.search.space import exact_seconds, fits, fitted, legal, needs, padded, stacked
 from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
@@ -35,8 +35,8 @@ from npumodel.workload import AttentionShape
 HOST = TileConfig(512, 512)
 
 #: Block sizes that the model chooses from, beside the default, the rule and one tile for the whole call.
-_SIZES = ((16, 128), (16, 512), (16, 2048), (32, 128), (32, 512), (64, 128), (64, 256), (64, 512), (128, 128), (128, 256))
-_SIZES += ((128, 512), (256, 128), (256, 256), (512, 128))
+_SIZES = ((16, 128), (16, 512), (16, 2048), (32, 128), (32, 512), (64, 128), (64, 256), (64, 512))
+_SIZES += ((128, 128), (128, 256), (128, 512), (256, 128), (256, 256), (512, 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,9 @@ _resolved: dict[tuple, tuple[Resolved, Any]] = {}
 _MANY = 8192
 
 
-def resolve(shape: AttentionShape, device: DeviceSpec | None, tile_level: Any = "auto", policy: str | None = None) -> Resolved:
+def resolve(
+    shape: AttentionShape, device: DeviceSpec | None, tile_level: Any = "auto", policy: str | None = None
+) -> Resolved:
     """The tile of one call. device None: the host executes and nothing is priced.
 
     policy ("auto", "rule" or "default"): who picks the tile when tile_level is "auto". Repeated calls are answered
@@ -111,8 +113,7 @@ def _from_tables(shape: AttentionShape, device: DeviceSpec, tables: Sequence[Til
     if not found:
         return None
     tiles = [fitted(row.tile, shape) for row in found]
-    fit = fits(needs([shape], stacked(tiles), device), device, shape.dtype)
-    for row, tile, good in zip(found, tiles, fit.all(-1), strict=True):
+    for row, tile, good in zip(found, tiles, legal([shape], stacked(tiles), device), strict=True):
         if not good:
             _notice(row, tile, shape, device)
         elif row.source == "exact":
@@ -152,9 +153,8 @@ def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resol
     pairs = [(shape, tile) for shape, tiles in zip(shapes, sets, strict=True) for tile in tiles]
     many, tiles = [shape for shape, _ in pairs], stacked([tile for _, tile in pairs])
     need = needs(many, tiles, device)
-    legal = fits(need, device, shapes[0].dtype).all(-1)
     seconds = np.full(len(pairs), np.inf)
-    keep = np.flatnonzero(legal)
+    keep = np.flatnonzero(fits(need, device, shapes[0].dtype).all(-1))
     seconds[keep] = exact_seconds([many[i] for i in keep], stacked([pairs[i][1] for i in keep]), device)
     starts = np.cumsum([0, *map(len, sets)])
     return [_fastest(sets[i], *(x[starts[i] : starts[i + 1]] for x in (seconds, need[:, 0]))) for i in range(len(sets))]

@@ -145,7 +145,7 @@ def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, mas
         value = functools.partial(_objective, c, p, bounds, _temperature(i), masked)
         (_, seconds), slope = jax.vmap(jax.value_and_grad(value, has_aux=True))(s.u)
         move, adam = _ADAM.update(jnp.nan_to_num(slope, posinf=0.0, neginf=0.0), s.adam)
-        u = jnp.clip(optax.apply_updates(s.u, move), bounds.low, bounds.high)
+        u = jnp.clip(s.u + jnp.asarray(move), bounds.low[None], bounds.high[None])
         return State(u, adam, s.knobs.at[i].set(s.u), s.seconds.at[i].set(seconds))
 
     return jax.lax.fori_loop(first, last, step, state)
@@ -188,13 +188,17 @@ def neighbours(space: Space, points: Sequence[int]) -> np.ndarray:
     return space.points(space.places(points)[:, None] + MOVES)
 
 
-def polish(space: Space, price_points: Callable[[np.ndarray], bool], best: Callable[[int], Sequence[int]], keep: int = 4):
-    """Price the neighbours of the `keep` best points until those stay the same.
+#: Points whose neighbours are tried at once.
+_KEEP = 4
+
+
+def polish(space: Space, price_points: Callable[[np.ndarray], bool], best: Callable[[int], Sequence[int]]):
+    """Price the neighbours of the best few points until those stay the same.
 
     price_points: prices what it has not yet and is legal, false when the budget is spent; best(n): the n best points.
     """
     before: Sequence[int] = ()
-    while (now := best(keep)) != before:
+    while (now := best(_KEEP)) != before:
         before = now
         if not price_points(neighbours(space, now)):
             return

@@ -1,8 +1,8 @@
 """Tiles that are named, not searched: levels, part counts, the article's rule of thumb, and the default.
 
-    level   "small" = 32 x 32, "large" = 128 x 128 (article M4)
-    parts   12 or (4, 3): the score square in 4 blocks of queries x 3 blocks of keys (article S3)
-    text    "128x512", as `TileConfig.label` prints it
+level   "small" = 32 x 32, "large" = 128 x 128 (article M4)
+parts   12 or (4, 3): the score square in 4 blocks of queries x 3 blocks of keys (article S3)
+text    "128x512", as `TileConfig.label` prints it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT = TileConfig(128, 128)
 #: Policies: who picks a tile when none is given.
 POLICIES = ("auto", "rule", "default")
 
-_CURE = '"auto", "small", "large", a text like "128x512", a number of parts, a pair (parts_q, parts_kv), or a TileConfig'
+_CURE = '"auto", "small", "large", a text like "128x512", a number of parts, (parts_q, parts_kv), or a TileConfig'
 
 
 def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
@@ -53,7 +53,7 @@ def _checked(tile: TileConfig) -> TileConfig:
     for name in ("block_q", "block_kv", "buffers", "lookahead"):
         value = getattr(tile, name)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; arrays and reals are for the search")
+            raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; give plain integers")
     return tile
 
 
@@ -98,7 +98,7 @@ def block(length: int, parts: int, what: str) -> int:
     """The block size that cuts `length` into exactly `parts`. Raises ValueError if there is none."""
     size = _block(length, parts)
     if size is None:
-        raise ValueError(f"tile_level: expected parts that {length} {what} can be cut into, got {parts}; give fewer parts")
+        raise ValueError(f"tile_level: expected parts that {length} {what} can be cut into, got {parts}; give fewer")
     return size
 
 

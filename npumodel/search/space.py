@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ class Space:
     def at(self, points: Any) -> TileConfig:
         """The tiles of these points (numbers [n]), as a TileConfig of arrays [n]."""
         places = np.unravel_index(np.asarray(points, int), self.dims)
-        return TileConfig(*(np.asarray(axis)[place] for axis, place in zip(self.axes, places, strict=True)))
+        values = [np.asarray(axis)[place] for axis, place in zip(self.axes, places, strict=True)]
+        return TileConfig(**dict(zip(KNOBS, values, strict=True)))
 
     def tile(self, point: int) -> TileConfig:
         """The plain tile of one point."""
@@ -121,12 +123,13 @@ class Space:
 
 def plain(tiles: TileConfig, i: int) -> TileConfig:
     """Tile number i of a TileConfig of arrays, as plain integers."""
-    return TileConfig(*(int(getattr(tiles, name)[i]) for name in KNOBS), fusion=tiles.fusion)
+    return TileConfig(**{name: int(getattr(tiles, name)[i]) for name in KNOBS}, fusion=tiles.fusion)
 
 
 def stacked(tiles: Sequence[TileConfig]) -> TileConfig:
     """Plain tiles as a TileConfig of arrays [n]. The search covers the fused kernel only."""
-    return TileConfig(*(np.array([getattr(tile, name) for tile in tiles]) for name in KNOBS))
+    columns: dict[str, Any] = {name: np.array([getattr(tile, name) for tile in tiles]) for name in KNOBS}
+    return TileConfig(**columns)
 
 
 def fitted(tile: TileConfig, shape: AttentionShape) -> TileConfig:
@@ -198,7 +201,7 @@ def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpe
 
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
     """Whether the bytes needed [n, 5] are there: [n, 5]. L1 always fits where the device lets it spill."""
-    return need <= chip(device, dtype).available
+    return np.asarray(need <= chip(device, dtype).available[None])
 
 
 def rejected(fit: np.ndarray) -> dict[str, int]:
@@ -231,11 +234,11 @@ def _count(tiles: TileConfig) -> int:
 
 
 def _in_batches(run, shapes: Sequence[AttentionShape], tiles: TileConfig, empty: np.ndarray) -> np.ndarray:
-    """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined. The device sees BATCH points each time."""
+    """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined."""
     n, out = _count(tiles), [empty]
     problems = _problems(shapes, n)
     for start in range(0, n, BATCH):
-        part = jax.tree.map(lambda x: x[start : start + BATCH], (problems, tiles))  # noqa: B023
+        part = jax.tree.map(operator.itemgetter(slice(start, start + BATCH)), (problems, tiles))
         out.append(np.asarray(run(*part), float)[: _count(part[1])])
     return np.concatenate(out)
 

@@ -100,7 +100,8 @@ class TuneResult:
         width = max(len(tile.label) for _, tile, _ in rows)
         lines = [f"{self.shape.label} on {self.device.name or 'this device'}"]
         for name, tile, seconds in rows:
-            lines.append(f"  {name:<13}  {tile.label:<{width}}  {seconds * 1e3:>10.4f} ms  {self.default.seconds / seconds:5.2f}x")
+            gain = self.default.seconds / seconds
+            lines.append(f"  {name:<13}  {tile.label:<{width}}  {seconds * 1e3:>10.4f} ms  {gain:5.2f}x")
         notes = [] if self.gap is None else [f"gap to the exhaustive optimum {self.gap * 100:.2f} %"]
         notes += [f"{self.evals:,} evaluations ({self.space_size:,} points)", f"{self.elapsed:.2f} s"]
         notes += [] if self.complete else ["not finished: the budget ran out"]
@@ -170,7 +171,7 @@ class Ledger:
         self.shape, self.device, self.space = shape, device, Space.of(shape)
         self.need = needs([shape], self.space.enumerate(), device)
         self.fits = fits(self.need, device, shape.dtype)
-        self.legal = self.fits.all(-1)
+        self.legal = np.asarray(self.fits.all(-1))
         self.seconds = np.full(self.space.size, np.nan)
         self.max_evals, self.deadline, self.progress = max_evals, deadline, progress
         self.evals, self.total = 0, total or int(self.legal.sum())
@@ -194,7 +195,7 @@ class Ledger:
         return self.left() > 0
 
     def price(self, points: np.ndarray, always: bool = False) -> bool:
-        """Price these points, as far as they are legal, new, and (unless `always`) the budget allows; whether all were."""
+        """Price these points, if legal, new, and (unless `always`) in the budget; whether the budget sufficed."""
         todo = np.asarray(points, int)
         todo = todo[self.legal[todo] & np.isnan(self.seconds[todo])]
         while len(todo):

@@ -1,0 +1,191 @@
+"""The commands: options in, text out. tyro makes the options of each from its signature and its docstring."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
+
+from npumodel import api, chrome, hardware, record, report_text
+from npumodel.model.cost import estimate as price
+from npumodel.report_text import Priced
+from npumodel.search.table import TileTable
+from npumodel.workload import AttentionShape
+
+app = tyro.extras.SubcommandApp()
+_DEVICE = "ascend910b2"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code."""
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+    try:
+        return app.cli(prog="npumodel", description=_ABOUT, args=argv, config=config)
+    except SystemExit as stop:  # --help, or a mistake that tyro has explained
+        return int(stop.code or 0)
+
+
+_ABOUT = "Price attention calls on Ascend NPUs. NAME of a device: see `npumodel devices`, or the path of a TOML file."
+
+
+@app.command
+def estimate(shape: str, device: str = _DEVICE, tile: str = "auto", json: bool = False) -> int:
+    """Price one call: stages, waits, bounds, where the time goes, traffic, buffers.
+
+    Args:
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive)
+        device: name or TOML file
+        tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 unfused
+        json: print JSON, in SI units
+    """
+    spec, asked = hardware.device(device), AttentionShape.parse(shape)
+    resolved = api.resolve(asked, spec, _level(tile))
+    call = Priced(price(asked, spec, resolved.tile), resolved.source)
+    print(report_text.to_json(report_text.as_dict(call)) if json else report_text.details(call))
+    return 0
+
+
+@app.command
+def trace(
+    script: Positional[Path],
+    args: Positional[tuple[str, ...]] = (),
+    device: str = _DEVICE,
+    tile_level: str | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    json: bool = False,
+    chrome: Path | None = None,
+) -> int:
+    """Run a script and price every flash_attention call that it makes, once per distinct call.
+
+    Args:
+        script: a Python file
+        args: what the script gets, after --
+        device: name or TOML file; the script runs with it as its target
+        tile_level: price all calls with this tile instead of their own
+        batch: price all calls with this batch instead of their own
+        heads: price all calls with this number of query heads (kv heads in proportion)
+        json: print JSON, in SI units; what the script prints goes to stderr
+        chrome: also write a Chrome trace, for Perfetto and MindStudio Insight (.json or .json.gz)
+    """
+    spec, place = hardware.device(device), chrome and chrome.expanduser().resolve()  # the script may change folder
+    level = None if tile_level is None else _level(tile_level)
+    with api.target(spec), contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        recording, code = record.run_script(script, args)
+    calls = report_text.dearest_first(record.priced(recording.calls, spec, level, batch, heads))
+    if json:
+        print(report_text.to_json(_trace_json(script, spec.name, code, calls)))
+    else:
+        print("\n" + report_text.tables(calls))
+    if place is not None:
+        _write_chrome(place, calls, spec)
+    return code
+
+
+def _trace_json(script: Path, device: str, code: int, calls: Sequence[Priced]) -> dict:
+    return {
+        "format": "npumodel.trace",
+        "format_version": "1.0",
+        "script": str(script),
+        "device": device,
+        "exit_code": code,
+        "seconds": sum(call.seconds for call in calls),
+        "calls": [report_text.as_dict(call) for call in calls],
+    }
+
+
+def _write_chrome(path: Path, calls: Sequence[Priced], spec: hardware.DeviceSpec):
+    timelines = [api.trace(c.cost.shape, record.spec_of(c.cost.device, spec), c.cost.tile) for c in calls]
+    count = chrome.write(path, timelines)
+    print(f"{path}: {count:,} slices; open it in https://ui.perfetto.dev or MindStudio Insight", file=sys.stderr)
+
+
+@app.command
+def tune(
+    shape: tuple[str, ...],
+    device: str = _DEVICE,
+    out: Path = Path("table.json"),
+    strategy: Literal["gradient", "exhaustive"] = "gradient",
+    seed: int = 0,
+    max_evals: int | None = None,
+    time_limit: float | None = None,
+    exhaustive: bool = True,
+) -> int:
+    """Search the fastest tile of one or more calls, and keep it in a table that tile_level="auto" reads.
+
+    Args:
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive); several, if wanted
+        device: name or TOML file
+        out: the table; rows that are there are kept, or renewed if it is the same call on the same device
+        strategy: how to search
+        seed: of the starting points
+        max_evals: most prices to compute; one with its gradient counts as 3
+        time_limit: seconds for each shape
+        exhaustive: also price the whole space, to know the gap to its optimum
+    """
+    options = {"strategy": strategy, "seed": seed, "max_evals": max_evals, "time_limit": time_limit}
+    shapes, spec = [AttentionShape.parse(one) for one in shape], hardware.device(device)
+    results = []
+    for one in shapes:
+        with _progress(one.label) as progress:
+            results.append(api.tune(one, spec, exhaustive=exhaustive, progress=progress, **options))
+        print(results[-1])
+    texts = ["npumodel", "tune", "--shape", *shape, "--device", device, "--strategy", strategy, "--seed", str(seed)]
+    tables = [result.table(explain=True, command=shlex.join(texts)) for result in results]
+    saved = functools.reduce(TileTable.merge, tables).save(out)
+    print(f'saved in {out} ({len(saved)} row(s) in all); tile_level="auto" reads it with NPUMODEL_TABLE_PATH={out}')
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int, float], None] | None]:
+    """A bar on stderr if that is a terminal, else None."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label)
+
+        def show(done: int, expected: int, best: float):
+            bar.update(task, completed=done, total=expected, description=f"{label}  best {best * 1e3:.4g} ms")
+
+        yield show
+
+
+@app.command
+def devices(name: Positional[str | None] = None) -> int:
+    """List the devices, or every number of one with its source.
+
+    Args:
+        name: name or TOML file
+    """
+    print(report_text.device_list() if name is None else report_text.device_text(name))
+    return 0
+
+
+@app.command
+def demo(out: Path = Path("npumodel-demo")) -> int:
+    """The whole story in a minute: execute, price, trace, tune, and use what was learned.
+
+    Args:
+        out: folder for trace.json, table.json and cost.png
+    """
+    from npumodel import demo as story
+
+    story.run(out)
+    return 0
+
+
+def _level(text: str) -> str | int:
+    """A tile as the library takes it: "12" is a number of parts."""
+    return int(text) if text.isdecimal() else text

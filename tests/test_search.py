@@ -1,0 +1,394 @@
+"""Search: the space and its legality, the rules, the descent, `tune`, and the order in which auto resolves."""
+
+import dataclasses
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from npumodel.hardware import device, devices
+from npumodel.model import cost
+from npumodel.search import auto, gradient, rules, space, tuner
+from npumodel.search.auto import resolve
+from npumodel.search.space import BUFFERS, Space
+from npumodel.search.table import Entry, Header, TileTable, TileTableWarning, use_table
+from npumodel.search.tuner import TuneResults, tune
+from npumodel.tile import TileConfig
+from npumodel.workload import AttentionShape
+
+ARTICLE_SHAPE = AttentionShape(4, 32, 4096, 128)
+SMALL = AttentionShape(1, 8, 1000, 64, causal=True)
+DECODE = AttentionShape(16, 64, 1, 128, kv_heads=8, kv_len=8192)
+B2, A, PR, ARTICLE = map(device, ("ascend910b2", "ascend910a", "ascend950pr", "article"))
+
+
+# Space ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 1000, 4096, 4097, 131072])
+def test_the_lattice_is_bounded_and_holds_the_one_block_tile(length):
+    sizes = space.lattice(length)
+    assert sizes == tuple(sorted(set(sizes))) and len(sizes) <= 60
+    assert all(size % 16 == 0 for size in sizes)
+    assert sizes[0] == 16 and sizes[-1] == space.padded(length) >= length
+    assert {2**n for n in range(4, 18) if 2**n <= length} <= set(sizes)
+
+
+def test_points_and_tiles_are_one_to_one():
+    here = Space.of(SMALL)
+    tiles = here.enumerate()
+    assert tiles.block_q.shape == (here.size,)
+    for point in (0, 77, here.size - 1):
+        assert here.point(here.tile(point)) == point
+        assert here.tile(point) == space.plain(tiles, point)
+    with pytest.raises(ValueError):
+        here.point(TileConfig(17, 16))
+
+
+@pytest.mark.parametrize("spec", [B2, A, ARTICLE], ids=lambda d: d.name)
+def test_batched_legality_is_that_of_the_model(spec):
+    shape = dataclasses.replace(SMALL, mask="bool", head_dim=256, v_head_dim=128)
+    here = Space.of(shape)
+    points = np.random.default_rng(0).integers(here.size, size=25)
+    need = space.needs([shape], here.at(points), spec)
+    fit = space.fits(need, spec, shape.dtype)
+    for point, bytes_, good in zip(points, need, fit.all(-1), strict=True):
+        tile = here.tile(int(point))
+        assert [(f.buffer, f.needed) for f in cost.footprints(shape, spec, tile)] == list(zip(BUFFERS, bytes_, strict=True))
+        assert good == (not cost.illegal(shape, spec, tile))
+    counts = space.rejected(fit)
+    assert counts and set(counts) <= set(BUFFERS)
+    assert ("L1" in counts) == (spec is not ARTICLE and bool((need[:, 0] > spec.l1_bytes).any()))
+
+
+def test_batched_prices_are_those_of_the_model():
+    tiles = [TileConfig(128, 256), TileConfig(1008, 16, 1, 0), TileConfig(16, 16, 4, 3)]
+    seconds = space.exact_seconds([SMALL], space.stacked(tiles), ARTICLE)
+    for tile, found in zip(tiles, seconds, strict=True):
+        assert found == pytest.approx(cost.estimate(SMALL, ARTICLE, tile).seconds, rel=1e-5)
+
+
+def test_a_price_does_not_depend_on_its_place_in_the_batch():
+    here = Space.of(SMALL)
+    points = np.random.default_rng(1).permutation(here.size)[:300]
+    once = space.exact_seconds([SMALL], here.at(points), B2)
+    again = space.exact_seconds([SMALL], here.at(points[::-1]), B2)[::-1]
+    alone = [space.exact_seconds([SMALL], here.at([point]), B2)[0] for point in points[:5]]
+    assert np.array_equal(once, again) and np.array_equal(once[:5], alone)
+
+
+def test_one_compilation_serves_shapes_tiles_dtypes_and_devices_of_an_arch():
+    space._seconds_jit.clear_cache()
+    space._needs_jit.clear_cache()
+    for spec in (A, device("ascend310p3"), ARTICLE):
+        for dtype in ("float16", "float32"):
+            shapes = [AttentionShape(1, 4, n, 64, dtype=dtype, causal=bool(n % 2)) for n in range(1, 40)]
+            tiles = space.stacked([rules.default_tile(shape, spec) for shape in shapes])
+            assert np.isfinite(space.exact_seconds(shapes, tiles, spec)).all()
+    assert space._seconds_jit._cache_size() == 1
+    assert space._needs_jit._cache_size() == 1
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "level, tile",
+    [
+        ("small", (32, 32)),
+        ("large", (128, 128)),
+        (1, (4096, 4096)),
+        (12, (1024, 1376)),
+        ((4, 3), (1024, 1376)),
+        ((4, 6), (1024, 688)),
+        ((2, 3), (2048, 1376)),
+        ([2, 3], (2048, 1376)),
+        (7, (592, 4096)),
+        ("128x256", (128, 256)),
+    ],
+)
+def test_levels(level, tile):
+    found, source = rules.explicit(level, ARTICLE_SHAPE)
+    assert (found.block_q, found.block_kv) == tile
+    assert source == "explicit" if level == "128x256" else source.startswith("level: ")
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (3, 5), (10, 7), (16, 1)])
+@pytest.mark.parametrize("length", [16, 17, 100, 4097])
+def test_parts_are_exact(parts, length):
+    shape = AttentionShape(1, 1, length, 64)
+    if any(-(-length // -(-length // n)) != n for n in parts):
+        with pytest.raises(ValueError, match="cut into"):
+            rules.explicit(parts, shape)
+    else:
+        tile, _ = rules.explicit(parts, shape)
+        assert (-(-length // tile.block_q), -(-length // tile.block_kv)) == parts
+
+
+def test_part_counts_follow_the_lengths():
+    assert rules.balanced(12, AttentionShape(1, 1, 1, 64, kv_len=100)) == (1, 12)
+    assert rules.balanced(24, ARTICLE_SHAPE) == (6, 4)
+    assert rules.balanced(10**9 + 7, AttentionShape(1, 1, 1, 64, kv_len=2 * 10**9)) == (1, 10**9 + 7)
+
+
+def test_a_label_reads_back():
+    for tile in (TileConfig(128, 512), TileConfig(16, 32, 3, 0), TileConfig(16, 32, 1, 2, "unfused")):
+        assert rules.parse(tile.label) == tile
+
+
+@pytest.mark.parametrize("level", ["huge", "128", "128x", "128x64 depth=2", "", 0, -3, True, 1.5, None, (1, 2, 3), (1.0, 2)])
+def test_what_names_no_tile_is_refused(level):
+    with pytest.raises(ValueError, match="expected .*got"):
+        resolve(ARTICLE_SHAPE, None, level)
+
+
+@pytest.mark.parametrize("tile", [TileConfig(16.5, 32), TileConfig(np.array([16]), 32)], ids=["real", "array"])
+def test_a_tile_of_the_search_is_no_level(tile):
+    with pytest.raises(ValueError, match="integer"):
+        resolve(ARTICLE_SHAPE, None, tile)
+
+
+@pytest.mark.parametrize(
+    "shape, tile",
+    [
+        (ARTICLE_SHAPE, rules.LEVELS["large"]),
+        (AttentionShape(8, 8, 1024, 128), rules.LEVELS["small"]),
+        (AttentionShape(8, 8, 1025, 128), rules.DEFAULT),
+        (AttentionShape(4, 8, 4096, 32), rules.DEFAULT),
+        (DECODE, rules.LEVELS["large"]),
+    ],
+)
+def test_rule_of_thumb(shape, tile):
+    assert rules.rule_of_thumb(shape) == tile
+
+
+def test_the_ladder_shrinks_in_its_order():
+    steps = rules.ladder(rules.DEFAULT, AttentionShape(1, 1, 4096, 64, kv_len=40))
+    assert [(t.block_q, t.block_kv) for t in steps[:6]] == [(128, 48), (64, 48), (32, 48), (32, 32), (32, 16), (16, 16)]
+    assert [(t.buffers, t.lookahead) for t in steps[::6]] == [(2, 1), (2, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("name", devices())
+def test_a_default_for_every_head_dim(name):
+    shapes = [AttentionShape(1, 8, 4096, d, dtype=t) for t in ("float16", "float32") for d in range(64, 577, 8)]
+    for part in (shapes[:65], shapes[65:]):
+        tiles = rules.shrunk(part, device(name), [rules.DEFAULT] * len(part))
+        assert space.legal(part, space.stacked(tiles), device(name)).all()
+        assert all(tile.buffers == 2 for tile in tiles)
+    assert rules.default_tile(ARTICLE_SHAPE, device(name)) == rules.DEFAULT
+
+
+def test_nothing_fits_is_an_error_that_names_the_buffer():
+    with pytest.raises(ValueError, match=r"16x16 .* UB needs [\d,]+ bytes, there are 64"):
+        rules.default_tile(SMALL, B2.replace(ub_bytes=64))
+
+
+# Tune ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """Shape and device -> result with its gap."""
+    cases = [(ARTICLE_SHAPE, B2), (SMALL, B2), (DECODE, B2), (ARTICLE_SHAPE, ARTICLE), (AttentionShape(2, 4, 777, 80), A)]
+    return [tune(shape, spec, exhaustive=True) for shape, spec in cases]
+
+
+def test_tuned_is_never_slower_and_near_the_optimum(tuned):
+    for r in tuned:
+        assert r.seconds <= min(r.default.seconds, r.rule.seconds) and r.seconds <= r.runner_up.seconds
+        assert r.margin >= 0 and 0 <= r.gap <= 0.02, str(r)
+        assert not cost.illegal(r.shape, r.device, r.tile)
+        assert cost.estimate(r.shape, r.device, r.tile).seconds == pytest.approx(r.seconds, rel=1e-5)
+        assert r.complete and 0 < r.evals < r.space_size
+    assert np.median([r.gap for r in tuned]) <= 0.005
+
+
+def test_tuned_says_what_it_found(tuned):
+    text = str(tuned[0])
+    for word in ("default", "rule of thumb", "learned", "gap", "evaluations", tuned[0].tile.label, "1.00x", "ascend910b2"):
+        assert word in text
+    assert tuned[0].speed_up > 1 and set(tuned[0].rejected) == {"L1", "UB"}
+
+
+def test_history_is_the_path_of_the_descent(tuned):
+    path = tuned[0].history
+    assert path.knobs.shape == (gradient.STEPS, gradient.STARTS, 4)
+    assert path.seconds.shape == path.knobs.shape[:2] and np.isfinite(path.seconds).all()
+    assert (np.diff(path.temperature) < 0).all()
+    assert (path.knobs[..., :2] >= 15.99).all() and (path.knobs[..., 2] <= 4).all() and (path.knobs[..., 3] >= 0).all()
+    assert np.median(path.seconds[-1]) < np.median(path.seconds[0])
+
+
+def test_tuning_is_deterministic(tuned):
+    again = tune(tuned[1].shape, tuned[1].device)
+    assert (again.tile, again.seconds, again.evals, again.runner_up) == (
+        (r := tuned[1]).tile,
+        r.seconds,
+        r.evals,
+        r.runner_up,
+    )
+    assert np.array_equal(again.history.knobs, r.history.knobs)
+
+
+def test_the_winner_does_not_depend_on_the_order_of_candidates():
+    shape = AttentionShape(1, 2, 40, 32)  # many ties: one block makes buffers and lookahead idle
+    found = {tune(shape, B2, strategy="exhaustive", seed=seed).tile for seed in range(4)}
+    assert len(found) == 1
+    ledger = tuner.Ledger(shape, B2)
+    ledger.price(np.arange(ledger.space.size))
+    best = ledger.best(ledger.space.size)
+    keys = [(ledger.seconds[i], ledger.need[i, 0], dataclasses.astuple(ledger.space.tile(i))) for i in best]
+    assert keys == sorted(keys)
+
+
+def test_exhaustive_is_the_optimum(tuned):
+    r = tune(tuned[1].shape, tuned[1].device, strategy="exhaustive")
+    assert (r.tile, r.seconds, r.gap, r.history) == (*tuned[1].optimum, 0.0, None)
+
+
+@pytest.mark.parametrize("strategy", tuner.STRATEGIES)
+def test_budgets(strategy):
+    for budget in ({"max_evals": 1}, {"max_evals": 400}, {"time_limit": 1e-6}):
+        r = tune(SMALL, B2, strategy=strategy, **budget)
+        assert not r.complete and r.seconds <= r.default.seconds
+        assert r.evals <= max(2, budget.get("max_evals", 400 if strategy == "exhaustive" else 1000))
+    enough = tune(SMALL, B2, strategy=strategy, max_evals=10**6, time_limit=1000)
+    assert enough.complete and enough.tile == tune(SMALL, B2, strategy=strategy).tile
+
+
+@pytest.mark.parametrize("strategy", tuner.STRATEGIES)
+def test_progress(strategy):
+    seen = []
+    r = tune(SMALL, B2, strategy=strategy, progress=lambda *now: seen.append(now))
+    done, total, best = zip(*seen, strict=True)
+    assert list(done) == sorted(done) and done[-1] == r.evals and all(d <= t for d, t in zip(done, total, strict=True))
+    assert best[-1] == r.seconds and list(best) == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "magic"}, {"max_evals": 0}, {"time_limit": -1.0}])
+def test_bad_options(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
+        tune(SMALL, B2, **options)
+
+
+def test_a_dtype_that_the_device_cannot_multiply():
+    shape = dataclasses.replace(SMALL, dtype="bfloat16")
+    for call in (lambda: tune(shape, A), lambda: resolve(shape, A), lambda: resolve(shape, A, "small")):
+        with pytest.raises(ValueError, match="ascend910a multiplies .*float16.*got 'bfloat16'"):
+            call()
+
+
+def test_one_descent_compiles_once_per_arch():
+    gradient._descend.clear_cache()
+    for spec, shape in ((A, SMALL), (ARTICLE, DECODE), (A, AttentionShape(1, 1, 17, 40, dtype="float32"))):
+        tune(shape, spec, max_evals=200)
+    assert gradient._descend._cache_size() == 1
+
+
+# Auto ----------------------------------------------------------------------------------------------------------------
+
+
+def test_tune_to_table_to_auto(tuned, tmp_path):
+    table = TuneResults(tuple(tuned)).table()
+    assert len(table) == len(tuned)
+    table.save(tmp_path / "table.json")
+    with use_table(tmp_path / "table.json"):
+        for r in tuned:
+            assert resolve(r.shape, r.device) == auto.Resolved(r.tile, "auto: table")
+    row = next(entry for entry in table.entries if entry.key["q_len"] == 1000)
+    assert row.predicted_us == pytest.approx(tuned[1].seconds * 1e6) and row.evals == tuned[1].evals
+    assert row.default_us == pytest.approx(tuned[1].default.seconds * 1e6) and row.complete
+
+
+def test_the_table_can_say_why(tuned):
+    row = tuned[3].table(explain=True).entries[0]
+    assert row.bound and set(row.dma_wait_us) == {"MatMul(Q,K)", "Softmax", "MatMul(P,V)"}
+
+
+def table_of(spec, shape, tile):
+    return TileTable((Entry.of(Header.of(spec), shape, tile, 1e-3),))
+
+
+def test_an_illegal_row_is_passed_over_with_one_notice():
+    big = TileConfig(128, 512)
+    assert resolve(ARTICLE_SHAPE, B2, big).source == "explicit"
+    small_l1 = B2.replace(l1_bytes=200_000)
+    table = table_of(small_l1, ARTICLE_SHAPE, big)  # as if it had been written for a spec of this very fingerprint
+    with use_table(table):
+        with pytest.warns(TileTableWarning, match=r"passed over.*L1 needs [\d,]+ bytes, there are 200,000"):
+            found = resolve(ARTICLE_SHAPE, small_l1)
+        assert found.source == "auto: model" and not cost.illegal(ARTICLE_SHAPE, small_l1, found.tile)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert resolve(ARTICLE_SHAPE, small_l1) == found
+    near = AttentionShape(4, 32, 4000, 128)  # next best: a row of the same bucket
+    with use_table(table | table_of(small_l1, near, TileConfig(128, 256))), pytest.warns(TileTableWarning):
+        assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(128, 256), "auto: bucket")
+
+
+def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default():
+    near, good, bad = AttentionShape(4, 32, 4000, 128), TileConfig(128, 256), TileConfig(16, 16)
+    with use_table(table_of(B2, ARTICLE_SHAPE, good)):
+        assert resolve(near, B2) == auto.Resolved(good, "auto: bucket")
+        with use_table(table_of(B2, near, bad)):
+            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(good, "auto: table")
+            assert resolve(near, B2) == auto.Resolved(bad, "auto: table")
+    with use_table(table_of(B2, near, bad)):
+        assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+    assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+
+
+def test_a_row_is_cut_to_the_lengths():
+    shape = AttentionShape(1, 1, 20, 64)
+    with use_table(table_of(B2, shape, TileConfig(128, 512))):
+        assert resolve(shape, B2) == auto.Resolved(TileConfig(32, 32), "auto: table")
+
+
+def test_host_policy_and_level_need_no_table():
+    assert resolve(SMALL, None) == auto.Resolved(TileConfig(512, 512), "auto: host")
+    assert resolve(AttentionShape(1, 1, 20, 64, kv_len=600), None).tile == TileConfig(32, 512)
+    assert resolve(ARTICLE_SHAPE, B2, policy="rule") == auto.Resolved(TileConfig(128, 128), "policy: rule")
+    assert resolve(ARTICLE_SHAPE, B2, policy="default").tile == rules.DEFAULT
+    assert resolve(ARTICLE_SHAPE, B2, "small") == auto.Resolved(TileConfig(32, 32), "level: small")
+    with pytest.raises(ValueError, match="policy: expected one of auto, rule, default, got 'cann'"):
+        resolve(ARTICLE_SHAPE, B2, policy="cann")
+    with pytest.raises(ValueError, match="policy: expected none beside a tile"):
+        resolve(ARTICLE_SHAPE, B2, "small", policy="rule")
+
+
+@pytest.mark.parametrize("level", [1, (2, 2), "2048x2048", TileConfig(2048, 128)])
+def test_an_explicit_tile_that_does_not_fit_is_an_error(level):
+    with pytest.raises(ValueError, match=r"does not fit on ascend910b2: .*needs [\d,]+ bytes, there are [\d,]+"):
+        resolve(ARTICLE_SHAPE, B2, level)
+
+
+def test_one_tile_is_best_for_a_short_call_on_one_core():
+    shape = AttentionShape(1, 1, 64, 64)  # article S4
+    assert resolve(shape, A).tile == resolve(shape, A, 1).tile
+
+
+LENGTHS = [*range(1, 301), 511, 512, 513, 4095, 4096, 4097, 8191]
+HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256, 512, 576)
+
+
+@pytest.mark.parametrize("name", devices())
+def test_auto_is_never_illegal_and_never_slower_than_the_default(name):
+    spec = device(name)
+    shapes = [AttentionShape(1, 8, s, d, causal=bool((s + d) % 3)) for s in LENGTHS for d in HEAD_DIMS]
+    found = auto.by_model(shapes, spec)
+    tiles = space.stacked([r.tile for r in found])
+    assert space.legal(shapes, tiles, spec).all() and {r.source for r in found} == {"auto: model"}
+    default = space.stacked(rules.shrunk(shapes, spec, [rules.DEFAULT] * len(shapes)))
+    assert (space.exact_seconds(shapes, tiles, spec) <= space.exact_seconds(shapes, default, spec)).all()
+    for i in np.random.default_rng(0).integers(len(shapes), size=3):
+        assert resolve(shapes[i], spec) == found[i]
+        assert not cost.illegal(shapes[i], spec, found[i].tile)
+
+
+def test_resolving_again_is_a_look_up(monkeypatch):
+    shape = AttentionShape(1, 3, 50, 64)
+    first = resolve(shape, A)
+    monkeypatch.setattr(auto, "_resolve", None)
+    assert resolve(shape, A) is first
+    assert jax.tree.leaves(first.tile) == [first.tile.block_q, first.tile.block_kv, first.tile.buffers, first.tile.lookahead]
