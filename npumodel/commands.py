@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from npumodel import api, chrome, hardware, record, report_text
 from npumodel.model.cost import estimate as price
+from npumodel.model.trace import timeline
 from npumodel.report_text import Priced
 from npumodel.search.table import TileTable
 from npumodel.workload import AttentionShape
@@ -48,7 +49,7 @@ def estimate(shape: str, device: str = _DEVICE, tile: str = "auto", json: bool =
     spec, asked = hardware.device(device), AttentionShape.parse(shape)
     resolved = api.resolve(asked, spec, _level(tile))
     call = Priced(price(asked, spec, resolved.tile), resolved.source)
-    print(report_text.to_json(report_text.as_dict(call)) if json else report_text.details(call))
+    print(report_text.to_json(report_text.as_dict(call, breakdown=True)) if json else report_text.details(call))
     return 0
 
 
@@ -85,7 +86,7 @@ def trace(
     else:
         print("\n" + report_text.tables(calls))
     if place is not None:
-        _write_chrome(place, calls, spec)
+        _write_chrome(place, calls)
     return code
 
 
@@ -101,8 +102,8 @@ def _trace_json(script: Path, device: str, code: int, calls: Sequence[Priced]) -
     }
 
 
-def _write_chrome(path: Path, calls: Sequence[Priced], spec: hardware.DeviceSpec):
-    timelines = [api.trace(c.cost.shape, record.spec_of(c.cost.device, spec), c.cost.tile) for c in calls]
+def _write_chrome(path: Path, calls: Sequence[Priced]):
+    timelines = [timeline(call.cost.shape, call.cost.chip, call.cost.tile) for call in calls]
     count = chrome.write(path, timelines)
     print(f"{path}: {count:,} slices; open it in https://ui.perfetto.dev or MindStudio Insight", file=sys.stderr)
 

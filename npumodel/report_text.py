@@ -7,6 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from npumodel import units
 from npumodel.hardware import device, devices, provenance
 from npumodel.hardware.registry import CONFIDENCE
@@ -166,26 +169,33 @@ def _number(value: float | None) -> str:
 # JSON --------------------------------------------------------------------------------------------------------------
 
 
-def as_dict(call: Priced) -> dict[str, Any]:
-    """A priced call for programs: SI units, plain numbers."""
+def as_dict(call: Priced, breakdown: bool = False) -> dict[str, Any]:
+    """A priced call for programs: SI units, plain numbers. breakdown: also where the time goes, by gradient."""
     cost = call.cost
-    plain = dataclasses.asdict(cost) | {"launch_share": cost.launch_share, "l1_miss_rate": 1 - cost.l1_hit_rate}
-    better = call.better and {"tile": dataclasses.asdict(call.better.tile), "seconds": call.better.seconds}
-    return plain | {
+    names = [field.name for field in dataclasses.fields(cost) if field.name != "chip"]
+    return {name: _plain(getattr(cost, name)) for name in names} | {
         "label": cost.shape.label,
+        "device_fingerprint": cost.chip.fingerprint(),
+        "launch_share": cost.launch_share,
+        "l1_miss_rate": 1 - cost.l1_hit_rate,
         "tile_source": call.source,
         "count": call.count,
-        "ops": [dataclasses.asdict(row) for row in rows(cost)],
+        "ops": [_plain(row) for row in rows(cost)],
         "warnings": warnings(call),
-        "better": better,
+        "better": call.better and {"tile": _plain(call.better.tile), "seconds": call.better.seconds},
+        **({"breakdown": cost.breakdown} if breakdown else {}),
     }
 
 
 def to_json(value: Any) -> str:
     """Strict JSON (no NaN), indented."""
-    return json.dumps(value, indent=2, allow_nan=False, default=_plain)
+    return json.dumps(value, indent=2, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """NumPy and JAX scalars as Python numbers."""
-    return value.item()
+    """Dataclasses as dicts, sequences as lists, scalars of NumPy and JAX as numbers."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value

@@ -83,7 +83,8 @@ def test_seconds(value, text):
 
 
 @pytest.mark.parametrize(
-    "value, text", [(1.234e-3, "1.23ms"), (0.5e-3, "0.500ms"), (1.2, "1200.00ms"), (3.21e-6, "0.00321ms"), (0, "0.00ms")]
+    "value, text",
+    [(1.234e-3, "1.23ms"), (0.5e-3, "0.500ms"), (1.2, "1200.00ms"), (3.21e-6, "0.00321ms"), (0, "0.00ms")],
 )
 def test_milliseconds(value, text):
     assert units.milliseconds(value) == text

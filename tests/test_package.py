@@ -3,7 +3,6 @@
 import email
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -54,9 +53,3 @@ def test_it_works_away_from_its_source(wheel, tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import npumodel as n; print(n.__file__, *n.devices())"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == [str(tmp_path / "npumodel" / "__init__.py"), *npumodel.devices()], done.stderr
-
-
-def test_settings():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert settings["pytest"]["ini_options"]["filterwarnings"] == ["error"]
-    assert settings["ruff"]["line-length"] == 120

@@ -38,6 +38,11 @@ def draw(rng, table):
     return full, tail, *knobs_, float(rng.uniform(0, 2))
 
 
+def listed(table, durations):
+    """Seconds by stage name, in the order of the table, as the schedule takes them."""
+    return jnp.stack([jnp.asarray(durations[s.name], float) for s in table.stages])
+
+
 def simulate(table, full, tail, steps, buffers, lookahead, sync):
     rule = {"buffers": buffers, "lookahead": lookahead + 1}
     stages = [event_simulator.Stage(s.name, s.pipe, s.waits, s.buffer, s.freed_by, s.group, s.when) for s in table.stages]
@@ -56,7 +61,7 @@ def simulate(table, full, tail, steps, buffers, lookahead, sync):
 def reading(table, transient, waits=True):
     @jax.jit
     def run(full, tail, steps, buffers, lookahead, sync):
-        return fast(table, full, tail, steps, knobs(table, buffers, lookahead, sync), transient, waits)
+        return fast(table, listed(table, full), listed(table, tail), steps, knobs(table, buffers, lookahead, sync), transient, waits)
 
     def call(full, tail, steps, *rest):
         return run(*jax.tree.map(jnp.asarray, (full, tail, float(steps), *rest)))
@@ -97,7 +102,7 @@ def test_trajectory_has_the_simulators_events(arch):
     for steps, lookahead in ((1, 2), (2, 3), (7, 0), (20, 1), (20, 3)):
         full, tail, buffers, _, sync = draw(rng, table)
         k = knobs(table, buffers, lookahead, sync)
-        got, ends, _ = trajectory(table, full, tail, steps, k, steps + MAX_LOOKAHEAD)
+        got, ends, _ = trajectory(table, listed(table, full), listed(table, tail), steps, k, steps + MAX_LOOKAHEAD)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-5)
         for event in want.events:
@@ -132,7 +137,7 @@ def test_transient_has_settled_on_many_random_pipelines(arch):
 
     def at(transient):
         def one(full, tail, buffers, lookahead, sync, n):
-            return fast(table, full, tail, n, knobs(table, buffers, lookahead, sync), transient, False)[0].makespan
+            return fast(table, listed(table, full), listed(table, tail), n, knobs(table, buffers, lookahead, sync), transient, False)[0].makespan
 
         return np.asarray(jax.jit(jax.vmap(one))(*(stack([d[i] for d in draws]) for i in range(5)), steps))
 

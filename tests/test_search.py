@@ -55,7 +55,9 @@ def test_batched_legality_is_that_of_the_model(spec):
     fit = space.fits(need, spec, shape.dtype)
     for point, bytes_, good in zip(points, need, fit.all(-1), strict=True):
         tile = here.tile(int(point))
-        assert [(f.buffer, f.needed) for f in cost.footprints(shape, spec, tile)] == list(zip(BUFFERS, bytes_, strict=True))
+        assert {f.buffer: f.needed for f in cost.footprints(shape, spec, tile)} == dict(
+            zip(BUFFERS, bytes_, strict=True)
+        )
         assert good == (not cost.illegal(shape, spec, tile))
     counts = space.rejected(fit)
     assert counts and set(counts) <= set(BUFFERS)
@@ -63,7 +65,7 @@ def test_batched_legality_is_that_of_the_model(spec):
 
 
 def test_batched_prices_are_those_of_the_model():
-    tiles = [TileConfig(128, 256), TileConfig(1008, 16, 1, 0), TileConfig(16, 16, 4, 3)]
+    tiles = [TileConfig(128, 256), TileConfig(208, 16, 1, 0), TileConfig(16, 16, 4, 3)]
     seconds = space.exact_seconds([SMALL], space.stacked(tiles), ARTICLE)
     for tile, found in zip(tiles, seconds, strict=True):
         assert found == pytest.approx(cost.estimate(SMALL, ARTICLE, tile).seconds, rel=1e-5)
@@ -79,15 +81,14 @@ def test_a_price_does_not_depend_on_its_place_in_the_batch():
 
 
 def test_one_compilation_serves_shapes_tiles_dtypes_and_devices_of_an_arch():
-    space._seconds_jit.clear_cache()
-    space._needs_jit.clear_cache()
+    resolve(SMALL, A)
+    before = space._seconds_jit._cache_size(), space._needs_jit._cache_size()
     for spec in (A, device("ascend310p3"), ARTICLE):
         for dtype in ("float16", "float32"):
-            shapes = [AttentionShape(1, 4, n, 64, dtype=dtype, causal=bool(n % 2)) for n in range(1, 40)]
-            tiles = space.stacked([rules.default_tile(shape, spec) for shape in shapes])
+            shapes = [AttentionShape(1, 4, n, 64, dtype=dtype, causal=bool(n % 2)) for n in range(1, 1000, 6)]
+            tiles = space.stacked(rules.shrunk(shapes, spec, [rules.DEFAULT] * len(shapes)))
             assert np.isfinite(space.exact_seconds(shapes, tiles, spec)).all()
-    assert space._seconds_jit._cache_size() == 1
-    assert space._needs_jit._cache_size() == 1
+    assert (space._seconds_jit._cache_size(), space._needs_jit._cache_size()) == before
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_parts_are_exact(parts, length):
 def test_part_counts_follow_the_lengths():
     assert rules.balanced(12, AttentionShape(1, 1, 1, 64, kv_len=100)) == (1, 12)
     assert rules.balanced(24, ARTICLE_SHAPE) == (6, 4)
-    assert rules.balanced(10**9 + 7, AttentionShape(1, 1, 1, 64, kv_len=2 * 10**9)) == (1, 10**9 + 7)
+    assert rules.balanced(10**9 + 7, AttentionShape(1, 1, 1, 64, kv_len=10**9 + 7)) == (1, 10**9 + 7)
 
 
 def test_a_label_reads_back():
@@ -137,7 +138,9 @@ def test_a_label_reads_back():
         assert rules.parse(tile.label) == tile
 
 
-@pytest.mark.parametrize("level", ["huge", "128", "128x", "128x64 depth=2", "", 0, -3, True, 1.5, None, (1, 2, 3), (1.0, 2)])
+@pytest.mark.parametrize(
+    "level", ["huge", "128", "128x", "128x64 depth=2", "", 0, -3, True, 1.5, None, (1, 2, 3), (1.0, 2)]
+)
 def test_what_names_no_tile_is_refused(level):
     with pytest.raises(ValueError, match="expected .*got"):
         resolve(ARTICLE_SHAPE, None, level)
@@ -190,7 +193,8 @@ def test_nothing_fits_is_an_error_that_names_the_buffer():
 @pytest.fixture(scope="module")
 def tuned():
     """Shape and device -> result with its gap."""
-    cases = [(ARTICLE_SHAPE, B2), (SMALL, B2), (DECODE, B2), (ARTICLE_SHAPE, ARTICLE), (AttentionShape(2, 4, 777, 80), A)]
+    spilling = B2.replace(overflow="spill", l1_bytes=65536)
+    cases = [(ARTICLE_SHAPE, B2), (SMALL, B2), (DECODE, ARTICLE), (AttentionShape(2, 4, 777, 80), spilling)]
     return [tune(shape, spec, exhaustive=True) for shape, spec in cases]
 
 
@@ -199,14 +203,28 @@ def test_tuned_is_never_slower_and_near_the_optimum(tuned):
         assert r.seconds <= min(r.default.seconds, r.rule.seconds) and r.seconds <= r.runner_up.seconds
         assert r.margin >= 0 and 0 <= r.gap <= 0.02, str(r)
         assert not cost.illegal(r.shape, r.device, r.tile)
-        assert cost.estimate(r.shape, r.device, r.tile).seconds == pytest.approx(r.seconds, rel=1e-5)
         assert r.complete and 0 < r.evals < r.space_size
     assert np.median([r.gap for r in tuned]) <= 0.005
+    assert tuned[2].cost.seconds == pytest.approx(tuned[2].seconds, rel=1e-5)
+
+
+def test_a_small_space_is_priced_whole(tuned):
+    assert tuned[2].shape == DECODE and tuned[2].strategy == "exhaustive" and tuned[2].gap == 0
+    assert tuned[2].history is None and tuned[2].evals <= tuned[2].space_size
 
 
 def test_tuned_says_what_it_found(tuned):
     text = str(tuned[0])
-    for word in ("default", "rule of thumb", "learned", "gap", "evaluations", tuned[0].tile.label, "1.00x", "ascend910b2"):
+    for word in (
+        "default",
+        "rule of thumb",
+        "learned",
+        "gap",
+        "evaluations",
+        tuned[0].tile.label,
+        "1.00x",
+        "ascend910b2",
+    ):
         assert word in text
     assert tuned[0].speed_up > 1 and set(tuned[0].rejected) == {"L1", "UB"}
 
@@ -279,11 +297,26 @@ def test_a_dtype_that_the_device_cannot_multiply():
             call()
 
 
-def test_one_descent_compiles_once_per_arch():
-    gradient._descend.clear_cache()
-    for spec, shape in ((A, SMALL), (ARTICLE, DECODE), (A, AttentionShape(1, 1, 17, 40, dtype="float32"))):
-        tune(shape, spec, max_evals=200)
-    assert gradient._descend._cache_size() == 1
+def test_one_descent_compiles_once_per_arch(tuned):
+    assert tuned[0].strategy == tuned[3].strategy == "gradient"  # several shapes on two devices
+    before = gradient._descend._cache_size()
+    for dtype in ("float32", "bfloat16"):
+        shape = AttentionShape(1, 1, 999, 40, dtype=dtype, causal=True)
+        assert tune(shape, B2.replace(cube_cores=5), max_evals=200).strategy == "gradient"
+    assert gradient._descend._cache_size() == before == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [B2, A, PR, ARTICLE], ids=lambda d: d.name)
+def test_gaps_on_many_shapes(spec):
+    rng = np.random.default_rng(0)
+    choices = ((1, 4, 16), (1, 8, 32), (300, 1500, 4096, 8191), (64, 80, 128))
+    gaps = []
+    for _ in range(12):
+        batch, heads, length, dim = (int(rng.choice(values)) for values in choices)
+        shape = AttentionShape(batch, heads, length, dim, causal=bool(rng.integers(2)))
+        gaps.append(tune(shape, spec, exhaustive=True).gap)
+    assert np.median(gaps) <= 0.002 and max(gaps) <= 0.03, gaps
 
 
 # Auto ----------------------------------------------------------------------------------------------------------------
@@ -302,8 +335,8 @@ def test_tune_to_table_to_auto(tuned, tmp_path):
 
 
 def test_the_table_can_say_why(tuned):
-    row = tuned[3].table(explain=True).entries[0]
-    assert row.bound and set(row.dma_wait_us) == {"MatMul(Q,K)", "Softmax", "MatMul(P,V)"}
+    row = tuned[2].table(explain=True).entries[0]
+    assert row.bound and set(row.dma_wait_us) == {"qk", "softmax", "pv"}
 
 
 def table_of(spec, shape, tile):
@@ -311,20 +344,20 @@ def table_of(spec, shape, tile):
 
 
 def test_an_illegal_row_is_passed_over_with_one_notice():
-    big = TileConfig(128, 512)
+    big = TileConfig(128, 256)
     assert resolve(ARTICLE_SHAPE, B2, big).source == "explicit"
-    small_l1 = B2.replace(l1_bytes=200_000)
+    small_l1 = B2.replace(l1_bytes=300_000)
     table = table_of(small_l1, ARTICLE_SHAPE, big)  # as if it had been written for a spec of this very fingerprint
     with use_table(table):
-        with pytest.warns(TileTableWarning, match=r"passed over.*L1 needs [\d,]+ bytes, there are 200,000"):
+        with pytest.warns(TileTableWarning, match=r"passed over.*L1 needs [\d,]+ bytes, there are 300,000"):
             found = resolve(ARTICLE_SHAPE, small_l1)
         assert found.source == "auto: model" and not cost.illegal(ARTICLE_SHAPE, small_l1, found.tile)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert resolve(ARTICLE_SHAPE, small_l1) == found
     near = AttentionShape(4, 32, 4000, 128)  # next best: a row of the same bucket
-    with use_table(table | table_of(small_l1, near, TileConfig(128, 256))), pytest.warns(TileTableWarning):
-        assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(128, 256), "auto: bucket")
+    with use_table(table | table_of(small_l1, near, TileConfig(128, 128))), pytest.warns(TileTableWarning):
+        assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(128, 128), "auto: bucket")
 
 
 def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default():
@@ -364,8 +397,9 @@ def test_an_explicit_tile_that_does_not_fit_is_an_error(level):
 
 
 def test_one_tile_is_best_for_a_short_call_on_one_core():
-    shape = AttentionShape(1, 1, 64, 64)  # article S4
-    assert resolve(shape, A).tile == resolve(shape, A, 1).tile
+    shape, one_core = AttentionShape(1, 1, 64, 64), A.replace(cube_cores=1)  # article S4
+    auto_tile, one = resolve(shape, one_core).tile, resolve(shape, one_core, 1).tile
+    assert (auto_tile.block_q, auto_tile.block_kv) == (one.block_q, one.block_kv) == (64, 64)
 
 
 LENGTHS = [*range(1, 301), 511, 512, 513, 4095, 4096, 4097, 8191]
@@ -391,4 +425,9 @@ def test_resolving_again_is_a_look_up(monkeypatch):
     first = resolve(shape, A)
     monkeypatch.setattr(auto, "_resolve", None)
     assert resolve(shape, A) is first
-    assert jax.tree.leaves(first.tile) == [first.tile.block_q, first.tile.block_kv, first.tile.buffers, first.tile.lookahead]
+    assert jax.tree.leaves(first.tile) == [
+        first.tile.block_q,
+        first.tile.block_kv,
+        first.tile.buffers,
+        first.tile.lookahead,
+    ]

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from ..relax import floor_div, gate, tent
 from ..tile import TileConfig
 from ..workload import AttentionShape
 from . import tiling
-from .durations import Block, TimeConstants, l0_bytes, miss_share, stage_bytes, stage_seconds, time_constants
+from .durations import Block, TimeConstants, l0_bytes, measure, miss_share, stage_bytes, stage_seconds, time_constants
 from .graph import Kernel, compile_graph
 from .pipeline import TRANSIENT, fast, knobs
 from .stages import GM_PATHS, StageTable, stage_table
@@ -40,13 +40,14 @@ class Options(NamedTuple):
 
 
 class KernelPrice(NamedTuple):
-    """One kernel. Times in seconds; per stage: of the busiest core; bytes: of the whole call."""
+    """One kernel. Times in seconds; busy, wait and bytes per stage of its table [stages]: of the busiest core, bytes of
+    the whole call."""
 
     launch: Any
     core: Any
-    busy: dict
-    wait: dict
-    bytes: dict
+    busy: Any
+    wait: Any
+    bytes: Any
     hbm_bytes: Any
     l1_read_bytes: Any
     l1_fill_bytes: Any
@@ -73,15 +74,15 @@ def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options
 
 
 class Parts(NamedTuple):
-    """One kernel, cut and timed: everything that the schedule starts from. seconds, bytes: stage -> [2, 2], full and
+    """One kernel, cut and timed: everything that the schedule starts from. seconds, bytes [stages, 2, 2]: full and
     ragged rows by full and ragged columns; feet: bytes needed per buffer."""
 
     table: StageTable
     blocks: Blocks
     traffic: Traffic
     corners: Block
-    seconds: dict
-    bytes: dict
+    seconds: Any
+    bytes: Any
     feet: dict
 
 
@@ -93,10 +94,10 @@ def parts(kernel: Kernel, t: TimeConstants, p: Problem, tile: TileConfig, d: Dev
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
     work = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
     x = tiling.share_of_chip(p, d, b, feet["L1"], work, temperature)
-    rows, cols = jnp.stack([b.rows, b.tail_rows])[:, None], jnp.stack([b.cols, b.tail_cols])[None, :]
-    corners = Block(rows, cols, d.vector_cores_per_cube, len(kernel.ops) > 1, temperature)
-    seconds = {s.name: stage_seconds(s, table, t, p, d, x, corners) for s in table.stages}
-    return Parts(table, b, x, corners, seconds, {s.name: stage_bytes(s, p, x, corners) for s in table.stages}, feet)
+    rows, cols = jnp.stack([b.rows, b.tail_rows]), jnp.stack([b.cols, b.tail_cols])
+    corners = measure(p, d, rows, cols, len(kernel.ops) > 1, temperature)
+    seconds = stage_seconds(table, t, p, d, x, corners)
+    return Parts(table, b, x, corners, seconds, stage_bytes(table, p, x, corners), feet)
 
 
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature) -> KernelPrice:
@@ -104,22 +105,38 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     head, heaviest = _head_times(table, seconds, b, tile, t.sync, o, temperature)
     per_core = x.waves / b.q_blocks  # heads that the busiest core works through
     calls = p.batch * p.q_heads
-    moved = {s.name: calls * _per_head(s.when, b, moved[s.name]) for s in table.stages}
-    fills = sum(v for s, v in zip(table.stages, moved.values(), strict=True) if s.action in ("gm_l1", "ub_l1"))
-    reads = [sum(l0_bytes(s, p, corners)) + 0 * corners.rows * corners.cols for s in table.stages if s.action == "matmul"]
+    runs = _runs(table, b)
+    moved = calls * (runs * moved).sum((1, 2))
+    fills = np.array([s.action in ("gm_l1", "ub_l1") for s in table.stages])
+    from_gm = jnp.stack([miss_share(s, x) * (s.action in GM_PATHS) * jnp.ones_like(b.rows) for s in table.stages])
+    reads = [runs[i] * sum(l0_bytes(s, p, corners)) for i, s in enumerate(table.stages) if s.action == "matmul"]
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
         core=jnp.maximum(_core_seconds(b, x, head, temperature), heaviest),
-        busy={s.name: per_core * _per_head(s.when, b, seconds[s.name]) for s in table.stages},
-        wait={s.name: per_core * head.wait[i] for i, s in enumerate(table.stages)},
+        busy=per_core * (runs * seconds).sum((1, 2)),
+        wait=per_core * head.wait,
         bytes=moved,
-        hbm_bytes=_hbm_bytes(table, moved, x),
-        l1_read_bytes=calls * sum(_per_head("step", b, r) for r in reads) if reads else jnp.zeros_like(b.rows),
-        l1_fill_bytes=fills + jnp.zeros_like(b.rows),
+        hbm_bytes=moved @ from_gm,
+        l1_read_bytes=calls * sum(r.sum() for r in reads) if reads else jnp.zeros_like(b.rows),
+        l1_fill_bytes=jnp.where(fills, moved, 0.0).sum(),
         footprints=feet,
         traffic=x,
         steps=calls * b.steps,
     )
+
+
+def _runs(table: StageTable, b: Blocks):
+    """[stages, 2, 2] how often each stage runs in one head, for full and ragged rows by full and ragged columns."""
+    one, none = jnp.ones_like(b.rows), jnp.zeros_like(b.rows)
+    at_end = jnp.maximum(b.reach_end - 1, 0.0)
+    inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)
+    started = jnp.maximum(b.q_blocks - b.shorter[0] - 1, 0.0)  # tasks without a single step load nothing
+    counts = {
+        "step": (inner, at_end, jnp.maximum(b.kv_blocks - 1, 0.0), one),
+        "task_start": (started, none, one, none),
+        "task_end": (b.q_blocks - 1, none, one, none),
+    }
+    return jnp.stack([jnp.stack(counts[s.when]).reshape(2, 2) for s in table.stages])
 
 
 class _Head(NamedTuple):
@@ -138,14 +155,14 @@ def _core_seconds(b: Blocks, x: Traffic, head: _Head, temperature):
     return heads * head.makespan + jnp.maximum(x.waves - heads * b.q_blocks, 0.0) * task
 
 
-def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
+def _head_times(table: StageTable, seconds, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
     """(times of all tasks of a head, seconds of its longest task). Between whole buffers and lookaheads: the mean of
     the neighbours."""
 
     def at(buffers, lookahead):
         k = knobs(table, buffers, lookahead, sync)
-        full, tail = ({n: s[:, j] for n, s in seconds.items()} for j in (0, 1))  # [2]: full rows, ragged rows
-        times = jax.vmap(lambda f, t: fast(table, f, t, b.kv_blocks, k, o.transient, o.waits))(full, tail)
+        run = partial(fast, table, steps=b.kv_blocks, k=k, transient=o.transient, waits=o.waits)
+        times = jax.vmap(run, 1)(seconds[..., 0], seconds[..., 1])  # [2]: full rows, ragged rows
         (whole, lengths, empty), (ragged, _, _) = (jax.tree.map(lambda x: x[i], times) for i in (0, 1))
         early = gate(b.q_blocks - b.reach_end) * tiling.at_length(lengths.makespan, b.kv_blocks - 1)
         heaviest = jnp.maximum(jnp.maximum(early, ragged.makespan), gate(b.reach_end - 1) * whole.makespan)
@@ -164,34 +181,17 @@ def _head_times(table: StageTable, seconds: dict, b: Blocks, tile: TileConfig, s
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), values)
 
 
-def _per_head(when: str, b: Blocks, corners):
-    """Sum over the runs of a stage in one head of a quantity given for the four [2, 2] block sizes."""
-    full, tail, ragged_full, ragged_tail = corners[0, 0], corners[0, 1], corners[1, 0], corners[1, 1]
-    if when == "task_end":
-        return (b.q_blocks - 1) * full + ragged_full
-    if when == "task_start":  # tasks without a single step load nothing
-        return jnp.maximum(b.q_blocks - b.shorter[0] - 1, 0.0) * full + ragged_full
-    at_end = jnp.maximum(b.reach_end - 1, 0.0)
-    inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)
-    return inner * full + at_end * tail + jnp.maximum(b.kv_blocks - 1, 0.0) * ragged_full + ragged_tail
-
-
-def _hbm_bytes(table: StageTable, moved: dict, x: Traffic):
-
-    return sum(moved[s.name] * miss_share(s, x) for s in table.stages if s.action in GM_PATHS)
+@partial(jax.jit, static_argnames="options")
+def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> Price:
+    return price(time_constants(d, options.dtype), p, tile, d, options)
 
 
 @partial(jax.jit, static_argnames="options")
-def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> tuple[Price, TimeConstants]:
-    """Exact price, and the breakdown: each time constant times the gradient of the seconds with respect to it."""
+def _broken_down(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> TimeConstants:
+    """Each time constant times the gradient of the seconds with respect to it."""
     t = time_constants(d, options.dtype)
-
-    def seconds(t):
-        result = price(t, p, tile, d, options)
-        return result.seconds, result
-
-    (_, result), gradient = jax.value_and_grad(seconds, has_aux=True)(t)
-    return result, jax.tree.map(jnp.multiply, t, gradient)
+    gradient = jax.grad(lambda t: price(t, p, tile, d, options).seconds)(t)
+    return jax.tree.map(jnp.multiply, t, gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Cost:
     l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1
     l2_hit_rate    share of the bytes asked from global memory that L2 serves
     launches, launch_seconds
-    breakdown      seconds by time constant (see `durations.TimeConstants`): constant * d seconds / d constant; adds up
+    breakdown      seconds by time constant (see `durations.TimeConstants`), by gradient, when asked for
     lower_bound    busiest pipe and launches; upper_bound: everything in a row
     bound          the busiest pipe
     footprints     per buffer, the largest over the kernels
@@ -245,7 +245,6 @@ class Cost:
     l2_hit_rate: float
     launches: int
     launch_seconds: float
-    breakdown: dict[str, float]
     lower_bound: float
     upper_bound: float
     bound: str
@@ -254,6 +253,16 @@ class Cost:
     steps: int
     cores: int
     graph: str
+    chip: DeviceSpec = dataclasses.field(repr=False, compare=False)
+    overlap: bool = True
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by time constant: constant * d seconds / d constant. They add up to `seconds`, since the time is
+        homogeneous of degree 1 in the constants (Euler). Compiles the gradient at the first use."""
+        options = Options(self.shape.dtype, self.shape.mask is not None, self.overlap, waits=False)
+        found = jax.device_get(_broken_down(*arguments(self.shape, self.tile, self.chip), options))
+        return {name: float(v) for name, v in found._asdict().items() if v}
 
     @property
     def launch_share(self) -> float:
@@ -283,8 +292,7 @@ def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, ove
     if problems:
         raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))
     options = Options(shape.dtype, shape.mask is not None, overlap)
-    result, breakdown = _priced(*arguments(shape, tile, device), options)
-    return _cost(shape, device, tile, options, jax.device_get(result), jax.device_get(breakdown))
+    return _cost(shape, device, tile, options, jax.device_get(_priced(*arguments(shape, tile, device), options)))
 
 
 def arguments(shape: AttentionShape, tile: TileConfig, device: DeviceSpec):
@@ -326,13 +334,13 @@ def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list
     ]
 
 
-def _cost(shape, device, tile, options: Options, result: Price, breakdown: TimeConstants) -> Cost:
+def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
     graph = compile_graph(options.masked, tile.fusion)
     tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
     stages = tuple(
-        StageCost(s.name, s.op, s.pipe, float(k.busy[s.name]), float(k.wait.get(s.name, 0.0)), float(k.bytes[s.name]))
+        StageCost(s.name, s.op, s.pipe, float(k.busy[i]), float(k.wait[i]), float(k.bytes[i]))
         for table, k in zip(tables, result.kernels, strict=True)
-        for s in table.stages
+        for i, s in enumerate(table.stages)
     )
     actions = [s.action for table in tables for s in table.stages]
     traffic = {path: sum(s.bytes for s, a in zip(stages, actions, strict=True) if a == path) for path in dict.fromkeys(actions)}
@@ -358,9 +366,8 @@ def _cost(shape, device, tile, options: Options, result: Price, breakdown: TimeC
         l2_hit_rate=1 - traffic["hbm"] / asked,
         launches=graph.launches,
         launch_seconds=launch,
-        breakdown={name: float(v) for name, v in breakdown._asdict().items() if v},
         lower_bound=launch + sum(max(kernel.values()) for kernel in pipes),
-        upper_bound=launch + sum(s.busy for s in stages) + float(breakdown.sync),
+        upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device),
         bound=max(together, key=together.__getitem__),
         footprints=tuple(
             Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(capacity[name])) for name in capacity
@@ -369,8 +376,19 @@ def _cost(shape, device, tile, options: Options, result: Price, breakdown: TimeC
         steps=round(float(result.kernels[0].steps)),
         cores=round(float(result.kernels[0].traffic.active)),
         graph=str(graph),
+        chip=device,
+        overlap=options.overlap,
     )
 
 
+def _hand_overs(tables, result: Price, device: DeviceSpec) -> float:
+    """Seconds of all hand-overs of the busiest core, one after the other."""
+    count = sum(
+        sum(s.sync for s in table.stages) * float(k.steps / k.traffic.tasks * k.traffic.waves)
+        for table, k in zip(tables, result.kernels, strict=True)
+    )
+    return count * float(device.sync_cycles / device.cube_hz)
+
+
 def _pipe_seconds(table: StageTable, k: KernelPrice) -> dict[str, float]:
-    return {pipe: sum(float(k.busy[s.name]) for s in table.stages if s.pipe == pipe) for pipe in table.pipes}
+    return {pipe: sum(float(k.busy[i]) for i, s in enumerate(table.stages) if s.pipe == pipe) for pipe in table.pipes}

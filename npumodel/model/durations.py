@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..hardware import DeviceSpec
 from ..relax import ceil_div
 from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
-from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth, vector_floor
+from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth
 
 #: Vector passes over the scores: (elements at the add rate, at the reduce rate, at the exp rate) per score.
 #: Online softmax: scale, subtract max, cast; row max, row sum; exp.
@@ -127,31 +127,76 @@ def time_constants(d: DeviceSpec, dtype: str) -> TimeConstants:
     )
 
 
+class Size(NamedTuple):
+    """A length of the block, and in how many pieces it comes: padded to whole fractals, to the depth of one, to whole
+    32-byte blocks of float32; blocks of L0 along rows or columns, and along the depth of a product."""
+
+    length: Any
+    fractal: Any
+    depth: Any
+    vector: Any
+    l0_blocks: Any
+    l0_depths: Any
+
+
 class Block(NamedTuple):
-    """One step's work: rows x cols scores of a task, on `units` vector units, in a kernel of `fused` or single ops."""
+    """One step's work, for [2, 2] corners: full and ragged rows by full and ragged columns.
 
-    rows: Any
-    cols: Any
+    rows [2, 1], cols [1, 2], head_dim, v_head_dim []; unit_rows [2, 1] rows of one of the `units` vector units;
+    score_tiles [2, 2], out_tiles [2, 1]: vector tiles of a unit's share; fused: whether other ops share the kernel.
+    """
+
+    rows: Size
+    cols: Size
+    head_dim: Size
+    v_head_dim: Size
     units: Any
+    unit_rows: Any
+    score_tiles: Any
+    out_tiles: Any
     fused: bool
-    temperature: Any
+
+    @property
+    def scores(self):
+        return self.rows.length * self.cols.length
 
 
-def stage_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
-    """Seconds of one run of one stage of `table` for a block of the given size."""
-    return _seconds(stage, table, t, p, d, x, b) + jnp.zeros_like(b.rows * b.cols)
+def measure(p: Problem, d: DeviceSpec, rows, cols, fused: bool, temperature) -> Block:
+    """Count the pieces of a block. rows, cols [2]: full and ragged."""
+    lengths = jnp.concatenate([rows, cols, jnp.stack([p.head_dim, p.v_head_dim])])
+    k_fractal, k_block = 32 / p.element_bytes, l0_depth(d, p.element_bytes)
+    pieces = [ceil_div(lengths, piece, temperature) for piece in (FRACTAL, k_fractal, MIN_VECTOR_ROWS, L0_BLOCK, k_block)]
+    columns = [lengths, FRACTAL * pieces[0], k_fractal * pieces[1], MIN_VECTOR_ROWS * pieces[2], *pieces[3:]]
+    row, col = (Size(*(c[part][index] for c in columns)) for part, index in ((slice(2), _DOWN), (slice(2, 4), _ACROSS)))
+    head, v_head = (Size(*(c[i] for c in columns)) for i in (4, 5))
+    unit_rows = ceil_div(row.length, d.vector_cores_per_cube, temperature)
+    tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * col.length)
+    tiles = [
+        ceil_div(unit_rows * width * ACC_BYTES, size, temperature)
+        for width, size in ((col.vector, tile), (v_head.vector, d.vector_tile_bytes))
+    ]
+    return Block(row, col, head, v_head, d.vector_cores_per_cube, unit_rows, *tiles, fused)
 
 
-def stage_bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
-    """Bytes that one run of a transfer moves, by one core with all its vector units (0 for compute)."""
-    return jnp.zeros_like(b.rows * b.cols) if stage.compute else _bytes(stage, p, x, b)
+_DOWN, _ACROSS = (slice(None), None), (None, slice(None))
+
+
+def stage_seconds(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
+    """[stages, 2, 2] seconds of one run of every stage of `table`."""
+    return jnp.stack([_seconds(stage, table, t, p, d, x, b) + jnp.zeros_like(b.scores) for stage in table.stages])
+
+
+def stage_bytes(table: StageTable, p: Problem, x: Traffic, b: Block):
+    """[stages, 2, 2] bytes that one run of every stage moves, by one core with all its vector units (0 for compute)."""
+    none = jnp.zeros_like(b.scores)
+    return jnp.stack([none if stage.compute else _bytes(stage, p, x, b) for stage in table.stages])
 
 
 def _seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
     if stage.action == "matmul":
         return _matmul_seconds(stage, t, p, d, b)
     if stage.action == "vector":
-        return _vector_seconds(stage, table, t, p, d, b)
+        return _vector_seconds(stage, table, t, b)
     return _move_seconds(stage, t, p, d, x, b)
 
 
@@ -160,29 +205,24 @@ def _matmul_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, b
 
     Matrix unit: head + ceil(m/16) ceil(n/16) ceil(k/k0) cycles an instruction (vendor formula; k0 = 32 bytes).
     """
-    m, n, k = _matmul_sizes(stage, p, b)
-    e, temp = p.element_bytes, b.temperature
-    k_fractal, k_block = 32 / e, l0_depth(d, e)
-    macs = FRACTAL * ceil_div(m, FRACTAL, temp) * FRACTAL * ceil_div(n, FRACTAL, temp)
-    macs = macs * k_fractal * ceil_div(k, k_fractal, temp)
-    m_blocks, n_blocks, k_blocks = ceil_div(m, L0_BLOCK, temp), ceil_div(n, L0_BLOCK, temp), ceil_div(k, k_block, temp)
-    cube = macs * t.mac + m_blocks * n_blocks * k_blocks * t.mmad
+    m, n, k = _matmul_sizes(stage, b)
+    cube = m.fractal * n.fractal * k.depth * t.mac + m.l0_blocks * n.l0_blocks * k.l0_depths * t.mmad
     bytes_a, bytes_b = l0_bytes(stage, p, b)
     mte1 = bytes_a * t.l1_l0a + bytes_b * t.l1_l0b
-    depth = jnp.minimum(k, k_block) * e
-    first = depth * (jnp.minimum(m, L0_BLOCK) * t.l1_l0a + jnp.minimum(n, L0_BLOCK) * t.l1_l0b)
+    depth = jnp.minimum(k.length, l0_depth(d, p.element_bytes)) * p.element_bytes
+    first = depth * (jnp.minimum(m.length, L0_BLOCK) * t.l1_l0a + jnp.minimum(n.length, L0_BLOCK) * t.l1_l0b)
     return first + jnp.maximum(cube, mte1 - first)
 
 
-def _matmul_sizes(stage: Stage, p: Problem, b: Block):
-    return (b.rows, b.cols, p.head_dim) if stage.op == "qk" else (b.rows, p.v_head_dim, b.cols)
+def _matmul_sizes(stage: Stage, b: Block) -> tuple[Size, Size, Size]:
+    return (b.rows, b.cols, b.head_dim) if stage.op == "qk" else (b.rows, b.v_head_dim, b.cols)
 
 
 def l0_bytes(stage: Stage, p: Problem, b: Block):
     """Bytes that one matmul stage reads from L1 into L0A and L0B: each operand once per L0 block of the other."""
-    m, n, k = _matmul_sizes(stage, p, b)
-    n_blocks, m_blocks = ceil_div(n, L0_BLOCK, b.temperature), ceil_div(m, L0_BLOCK, b.temperature)
-    return m * k * p.element_bytes * n_blocks, k * n * p.element_bytes * m_blocks
+    m, n, k = _matmul_sizes(stage, b)
+    shared = k.length * p.element_bytes
+    return m.length * shared * n.l0_blocks, n.length * shared * m.l0_blocks
 
 
 _PASSES = {
@@ -195,71 +235,54 @@ _PASSES = {
 }
 
 
-def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, b: Block):
+def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, b: Block):
     """Vector passes over a unit's share of the block, a vector tile at a time; each pass is one instruction a tile."""
-    rows, cols = _unit_rows(b), _padded(p.v_head_dim if stage.tensor in ("o", "o_final") else b.cols, b)
-    elements = rows * cols
+    outputs = stage.tensor in ("o", "o_final")
+    elements = b.unit_rows * (b.v_head_dim.vector if outputs else b.cols.vector)
     passes = SOFTMAX_ALONE_PASSES if stage.name == "softmax" and not b.fused else _PASSES[stage.name]
     add, reduce, exp = passes
-    tiles = ceil_div(elements * ACC_BYTES, jnp.maximum(d.vector_tile_bytes, vector_floor(b)), b.temperature)
-    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp) + sum(passes) * tiles * t.vector_instr
+    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp)
+    seconds = seconds + sum(passes) * (b.out_tiles if outputs else b.score_tiles) * t.vector_instr
     if stage.name == "softmax":  # new maximum, its exp, the running sum: a few ops on one value a row
-        seconds = seconds + rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
+        seconds = seconds + b.unit_rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
     fills_ub = table.arch == "coupled" and any(w in ("qk_matmul", "pv_matmul") for w in stage.waits)
-    return seconds + fills_ub * elements * ACC_BYTES * t.l0c_ub
-
-
-def _unit_rows(b: Block):
-    return ceil_div(b.rows, b.units, b.temperature)
-
-
-def _padded(cols, b: Block):
-    """Columns in whole 32-byte blocks of float32 (vendor: UB is addressed in 32 bytes)."""
-    return MIN_VECTOR_ROWS * ceil_div(cols, MIN_VECTOR_ROWS, b.temperature)
+    return seconds + elements * ACC_BYTES * t.l0c_ub if fills_ub else seconds
 
 
 def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
     e = p.element_bytes
-    scores = b.rows * b.cols
-    q, k, v = b.rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * e
+    q, k, v = b.rows.length * p.head_dim * e, b.cols.length * p.head_dim * e, b.cols.length * p.v_head_dim * e
     reads = 2 if stage.op == "softmax" and stage.name == "load_s" and not b.fused else 1
     size = {
         "q": q,
         "k": k + x.spill * (q + k),  # what does not fit in L1 is fetched again every step: Q and K for QK^T,
-        "v": v + x.spill * (v + scores * e),  # V and P for PV
-        "s": reads * scores * ACC_BYTES,
-        "p": scores * e,
-        "mask": scores * p.mask_bytes,
-        "o": b.rows * p.v_head_dim * ACC_BYTES,
-        "o_final": b.rows * p.v_head_dim * e,
+        "v": v + x.spill * (v + b.scores * e),  # V and P for PV
+        "s": reads * b.scores * ACC_BYTES,
+        "p": b.scores * e,
+        "mask": b.scores * p.mask_bytes,
+        "o": b.rows.length * p.v_head_dim * ACC_BYTES,
+        "o_final": b.rows.length * p.v_head_dim * e,
     }
-    return size[stage.tensor] + jnp.zeros_like(scores)
+    return size[stage.tensor] + jnp.zeros_like(b.scores)
 
 
 def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
     """A transfer: bytes times seconds a byte of its path. Across global memory, a byte from HBM costs the slower of the
     path and this core's share of the HBM bandwidth, and every burst costs `burst_half_bytes` more:
-    bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4)."""
+    bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4). One burst a step, but scores
+    enter UB one vector tile at a time."""
     path = getattr(t, stage.action)
     units = b.units if stage.action in VECTOR_PATHS else 1.0
     moved = _bytes(stage, p, x, b) / units
     if stage.action not in GM_PATHS:
         return moved * path
+    bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "mask") else 1.0
     miss = miss_share(stage, x)
     from_hbm = jnp.maximum(path, t.hbm * x.active * units)
-    return (moved + _bursts(stage, d, b) * d.burst_half_bytes) * ((1 - miss) * path + miss * from_hbm)
+    return (moved + bursts * d.burst_half_bytes) * ((1 - miss) * path + miss * from_hbm)
 
 
 def miss_share(stage: Stage, x: Traffic):
     """Share of a tensor's bytes that come from, or end up in, HBM."""
-    return {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.work_miss, "p": x.work_miss, "o": x.work_miss}.get(
-        stage.tensor, 1.0
-    )
-
-
-def _bursts(stage: Stage, d: DeviceSpec, b: Block):
-    """Transfers per step: one, but scores enter UB one vector tile at a time."""
-    if stage.action != "gm_ub" or stage.tensor not in ("s", "mask"):
-        return 1.0
-    tile = jnp.maximum(d.vector_tile_bytes, vector_floor(b))
-    return ceil_div(_unit_rows(b) * b.cols * ACC_BYTES, tile, b.temperature)
+    shares = {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.work_miss, "p": x.work_miss, "o": x.work_miss}
+    return shares.get(stage.tensor, 1.0)

@@ -91,6 +91,10 @@ class Wiring:
     def end(self, name: str) -> int:
         return len(self.table.pipes) + [s.name for s in self.table.stages].index(name)
 
+    def places(self, stages: tuple[Stage, ...]) -> np.ndarray:
+        """Where these stages stand in the table."""
+        return np.array([self.end(s.name) - len(self.table.pipes) for s in stages], int)
+
     def past(self, name: str, slots_ago: int) -> int:
         """Where the end of a stage `slots_ago` slots before the current one is kept (1 or more)."""
         first = len(self.table.pipes) + len(self.table.stages)
@@ -185,118 +189,93 @@ def _run(rows: _Rows, state, durations, on, waits: bool):
 
 
 class _Machine(NamedTuple):
-    """A wired table with its knobs: `step` rows in program order, `back` rows alone, and the rows of the task's end."""
+    """A wired table with its knobs: the rows of a slot in program order, and those of the task's end."""
 
     wiring: Wiring
     step: _Rows
-    back: _Rows | None
     end: _Rows | None
     lookahead: Any
     waits: bool
 
-    def seconds(self, durations: dict, which: str):
-        stages = {"step": self.wiring.order, "back": self._back(), "end": self.wiring.table.when("task_end")}[which]
-        return jnp.stack([durations[s.name] for s in stages])
-
-    def _back(self):
-        return tuple(s for s in self.wiring.order if s.group == "back")
-
-    def is_back(self):
-        return np.array([s.group == "back" for s in self.wiring.order])
-
-    def slot(self, state, durations, on):
-        """One slot: the past grows older, then all stages run."""
-        return _run(self.step, state[self.wiring.turn], durations, on, self.waits)
-
-    def begin(self, full: dict, loads=1.0):
+    def begin(self, full, loads=1.0):
         """The state before the first slot: buffers are free, the pipes that load first are busy until they have.
         loads 0: a task without any step, which loads nothing."""
-        state = jnp.zeros(self.wiring.size, jnp.result_type(float, *full.values()))
+        state = jnp.zeros(self.wiring.size, full.dtype)
         for stage in self.wiring.table.when("task_start"):
-            done = state[self.wiring.pipe(stage.pipe)] + full[stage.name] * loads
-            state = state.at[np.array([self.wiring.pipe(stage.pipe), self.wiring.end(stage.name)])].set(done)
+            pipe, end = self.wiring.pipe(stage.pipe), self.wiring.end(stage.name)
+            done = state[pipe] + full[end - len(self.wiring.table.pipes)] * loads
+            state = state.at[np.array([pipe, end])].set(done)
         return state
 
-    def close(self, state, steps, full: dict, tail: dict):
-        """From the state before the slot of the last step to the end of the task. steps: a whole number.
+    def slot(self, state, slot, steps, full, tail):
+        """One slot of a task of `steps` steps: the past grows older, then every stage whose step is in the task runs."""
+        order = self.wiring.places(self.wiring.order)
+        step = jnp.where(np.array([s.group == "back" for s in self.wiring.order]), slot - self.lookahead, slot)
+        on = jnp.where((step >= 0) & (step < steps), 1.0, 0.0)
+        seconds = jnp.where(step == steps - 1, tail[order], full[order])
+        state, waited = _run(self.step, state[self.wiring.turn], seconds, on, self.waits)
+        return state, self._spread(self.wiring.order, waited)
 
-        Returns (state at the end, [stages of the table] seconds waited on the way).
-        """
-        tail_now = jnp.where(self.is_back(), jnp.minimum(self.lookahead, 1) == 0, True)
-        on = jnp.where(self.is_back(), steps > self.lookahead, True)
-        durations = jnp.where(tail_now, self.seconds(tail, "step"), self.seconds(full, "step"))
-        state, waited = self.slot(state, durations, on * 1.0)
-        waited = self._spread(self.wiring.order, waited)
-        if self.back is not None:
-            state, more = self._drain(state, steps, self.seconds(full, "back"), self.seconds(tail, "back"))
-            waited = waited + self._spread(self._back(), more)
-        state, more = self.finish(state, full)
-        return state, waited + more
-
-    def finish(self, state, full: dict):
+    def finish(self, state, full):
         """Run the stages that come once at the end of a task."""
+        stages = self.wiring.table.when("task_end")
         if self.end is None:
-            return state, self._spread((), jnp.zeros(0, state.dtype))
-        seconds = self.seconds(full, "end")
+            return state, self._spread(stages, jnp.zeros(0, state.dtype))
+        seconds = full[self.wiring.places(stages)]
         state, waited = _run(self.end, state, seconds, jnp.ones_like(seconds), self.waits)
-        return state, self._spread(self.wiring.table.when("task_end"), waited)
+        return state, self._spread(stages, waited)
 
-    def _drain(self, state, steps, full, tail):
-        """The back stages still owed after the last front stage."""
+    def close(self, state, steps, full, tail) -> TaskTimes:
+        """From the state before the slot of the last step (0 steps: before the first) to the end of the task."""
 
         def body(state, r):
-            on = (r <= self.lookahead) & (r > self.lookahead - steps)
-            durations = jnp.where(r == self.lookahead, tail, full)
-            return _run(self.back, state[self.wiring.turn], durations, jnp.broadcast_to(on * 1.0, full.shape), self.waits)
+            return self.slot(state, steps - 1 + r, steps, full, tail)
 
-        state, waited = jax.lax.scan(body, state, jnp.arange(1, MAX_LOOKAHEAD + 1))
-        return state, waited.sum(0)
+        state, waited = jax.lax.scan(body, state, jnp.arange(MAX_LOOKAHEAD + 1))
+        state, more = self.finish(state, full)
+        return TaskTimes(self.makespan(state), waited.sum(0) + more)
 
     def _spread(self, stages, waited):
         """Waits of some stages, at their places in the table; transfers do not count."""
-        names = [s.name for s in self.wiring.table.stages]
-        places = np.array([names.index(s.name) for s in stages], int)
         waited = jnp.where(np.array([s.compute and self.waits for s in stages], bool), waited, 0.0)
-        return jnp.zeros(len(names), waited.dtype).at[places].set(waited)
+        return jnp.zeros(len(self.wiring.table.stages), waited.dtype).at[self.wiring.places(stages)].set(waited)
 
     def makespan(self, state):
         return state[: len(self.wiring.table.pipes)].max()
 
 
 def _machine(table: StageTable, k: Knobs, waits: bool) -> _Machine:
-    wiring = Wiring(table)
-    back = tuple(s for s in wiring.order if s.group == "back")
-    groups = (wiring.order, back, table.when("task_end"))
-    return _Machine(wiring, *(_rows(wiring, group, k) if group else None for group in groups), k.lookahead, waits)  # type: ignore[arg-type]
+    wiring, end = Wiring(table), table.when("task_end")
+    return _Machine(wiring, _rows(wiring, wiring.order, k), _rows(wiring, end, k) if end else None, k.lookahead, waits)
 
 
-def fast(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool):
-    """Times of a task of `steps` steps (a real; the last one with durations `tail`), in O(transient).
+def fast(table: StageTable, full, tail, steps, k: Knobs, transient: int, waits: bool):
+    """Times of a task of `steps` steps (a real), in O(transient).
 
-    Exact for whole steps up to `transient`. Returns (TaskTimes of that task, TaskTimes [transient] of tasks of
-    1, 2, ... full steps, TaskTimes of a task without steps). Without `waits` the waits are zeros.
+    full, tail [stages of the table]: seconds of every stage, for a full block and for the last one. Exact for whole
+    steps up to `transient`. Returns (TaskTimes of that task, TaskTimes [transient] of tasks of 1, 2, ... full steps,
+    TaskTimes of a task without steps). Without `waits` the waits are zeros.
     """
     machine = _machine(table, k, waits)
-    seconds, is_back = machine.seconds(full, "step"), machine.is_back()
 
     def body(state, slot):
-        on = jnp.where(is_back, slot >= k.lookahead, True)
-        after, waited = machine.slot(state, seconds, on * 1.0)
-        return after, (state, machine._spread(machine.wiring.order, waited))
+        after, waited = machine.slot(state, slot, transient + 1, full, full)
+        return after, (state, waited)
 
-    _, (states, waited) = jax.lax.scan(body, machine.begin(full), jnp.arange(transient))
+    begin = machine.begin(full)
+    _, (states, waited) = jax.lax.scan(body, begin, jnp.arange(transient))
     waited = jnp.cumsum(waited, 0) - waited  # before each slot
     state, before = _fold(steps, transient, (states, waited))
-
-    def close(state, before, steps, tail):
-        end, more = machine.close(state, steps, full, tail)
-        return TaskTimes(machine.makespan(end), before + more)
-
     whole = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0)
-    lengths = jnp.arange(1, transient + 1)
-    every = jax.vmap(close, (0, 0, 0, None))(states, waited, lengths, full)
-    end, waited = machine.finish(machine.begin(full, 0.0), full)
-    return close(state, before, whole, tail), every, TaskTimes(machine.makespan(end), waited)
+    lanes = (
+        jnp.concatenate([states, state[None], machine.begin(full, 0.0)[None]]),
+        jnp.concatenate([jnp.arange(1.0, transient + 1), jnp.stack([whole, 0.0 * whole])]),
+        jnp.concatenate([jnp.broadcast_to(full, (transient, *full.shape)), tail[None], full[None]]),
+    )
+    times = jax.vmap(lambda state, steps, tail: machine.close(state, steps, full, tail))(*lanes)
+    times = TaskTimes(times.makespan, times.wait + jnp.concatenate([waited, before[None], 0 * before[None]]))
+    lengths, task, empty = (jax.tree.map(lambda x: x[at], times) for at in (slice(transient), transient, transient + 1))
+    return task, lengths, empty
 
 
 def _fold(steps, transient: int, series):
@@ -312,7 +291,7 @@ def _fold(steps, transient: int, series):
     return jax.tree.map(fold, series)
 
 
-def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots: int):
+def trajectory(table: StageTable, full, tail, steps, k: Knobs, slots: int):
     """Every slot of a task of `steps` steps (a whole number, traced or not), one by one.
 
     slots: plain integer >= steps + MAX_LOOKAHEAD. Returns (TaskTimes, ends, waits): per stage of the table, what it did
@@ -320,16 +299,14 @@ def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots
     stages that run once fill all slots with their one value.
     """
     machine = _machine(table, k, True)
-    wiring, is_back = machine.wiring, machine.is_back()
-    whole, ragged = machine.seconds(full, "step"), machine.seconds(tail, "step")
+    wiring = machine.wiring
 
     def body(state, slot):
-        step = jnp.where(is_back, slot - k.lookahead, slot)
-        on = (step >= 0) & (step < steps)
-        state, waited = machine.slot(state, jnp.where(step == steps - 1, ragged, whole), on * 1.0)
-        return state, (state, machine._spread(wiring.order, waited))
+        state, waited = machine.slot(state, slot, steps, full, tail)
+        return state, (state, waited)
 
-    state, (states, waits) = jax.lax.scan(body, machine.begin(full, jnp.where(steps > 0, 1.0, 0.0)), jnp.arange(slots))
+    begin = machine.begin(full, jnp.where(steps > 0, 1.0, 0.0))
+    state, (states, waits) = jax.lax.scan(body, begin, jnp.arange(slots))
     state, more = machine.finish(state, full)
     total = waits.sum(0) + more
     once = {s.name for s in table.stages if s.when != "step"}

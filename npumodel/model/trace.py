@@ -105,17 +105,17 @@ def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost):
 def _task(p: Problem, tile: TileConfig, d: DeviceSpec, steps, row, options: Options, kernel: int, slots: int):
     t = time_constants(d, options.dtype)
     cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
-    full = {n: s[row, 0] for n, s in cut.seconds.items()}
-    tail = {n: jnp.where(steps == cut.blocks.kv_blocks, s[row, 1], s[row, 0]) for n, s in cut.seconds.items()}
-    moved = {n: b[row] for n, b in cut.bytes.items()}
+    full = cut.seconds[:, row, 0]
+    tail = jnp.where(steps == cut.blocks.kv_blocks, cut.seconds[:, row, 1], full)
     _, ends, waits = trajectory(cut.table, full, tail, steps, knobs(cut.table, tile.buffers, tile.lookahead, t.sync), slots)
-    return full, tail, ends, waits, moved
+    return full, tail, ends, waits, cut.bytes[:, row]
 
 
 def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, most) -> list[Event]:
     shown = min(steps, max(1, most // len(table.stages)))
     slots = _SLOTS * math.ceil((steps + MAX_LOOKAHEAD) / _SLOTS)
     full, tail, ends, waits, moved = jax.device_get(_task(*args, float(steps), int(ragged), options, kernel, slots))
+    number = {s.name: i for i, s in enumerate(table.stages)}
     lag = {s.name: int(tile.lookahead) if s.group == "back" else 0 for s in table.stages}
 
     def at(values, stage: Stage, step: int) -> float:
@@ -123,7 +123,7 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
 
     def event(stage: Stage, step: int) -> Event:
         last = stage.when == "step" and step == steps - 1
-        end, seconds = at(ends, stage, step), float((tail if last else full)[stage.name])
+        end, seconds = at(ends, stage, step), float((tail if last else full)[number[stage.name]])
         before = [(at(ends, table.stage(name), step), name) for name in stage.waits] if steps else []
         return Event(
             stage.name,
@@ -136,7 +136,7 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
             end=end,
             dma_wait=at(waits, stage, step) if stage.compute else 0.0,
             waits_on=max(before)[1] if before else None,
-            bytes=float(moved[stage.name][int(last)]),
+            bytes=float(moved[number[stage.name]][int(last)]),
         )
 
     def once(when: str, step: int) -> list[Event]:

@@ -156,15 +156,17 @@ def chip(device: DeviceSpec, dtype: str) -> Chip:
     Raises ValueError when the device does not multiply this dtype.
     """
     key = (id(device), dtype, jnp.result_type(float).name)
-    if key not in _chips:
+    known = _chips.get(key)
+    if known is None:
+        known = (_chip(device, dtype), device)
         if len(_chips) >= _MANY:
             _chips.clear()
-        _chips[key] = (device, _chip(device, dtype))
-    return _chips[key][1]
+        _chips[key] = known
+    return known[0]
 
 
 #: Prepared devices by identity (a spec is not hashable); each is kept, so that its id stays its own.
-_chips: dict[tuple, tuple[DeviceSpec, Chip]] = {}
+_chips: dict[tuple, tuple[Chip, DeviceSpec]] = {}
 _MANY = 256
 
 
@@ -201,7 +203,7 @@ def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpe
 
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
     """Whether the bytes needed [n, 5] are there: [n, 5]. L1 always fits where the device lets it spill."""
-    return np.asarray(need <= chip(device, dtype).available[None])
+    return need <= chip(device, dtype).available[None]
 
 
 def rejected(fit: np.ndarray) -> dict[str, int]:
@@ -211,7 +213,7 @@ def rejected(fit: np.ndarray) -> dict[str, int]:
 
 def legal(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
     """Whether each tile [n] fits: [n]. Raises ValueError when the device does not multiply the dtype."""
-    return fits(needs(shapes, tiles, device), device, shapes[0].dtype).all(-1)
+    return np.asarray(fits(needs(shapes, tiles, device), device, shapes[0].dtype).all(-1))
 
 
 def exact_seconds(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:

@@ -28,6 +28,8 @@ STRATEGIES = ("gradient", "exhaustive")
 _LOOK = 512
 #: Steps of the descent between two looks.
 _SEGMENT = 8
+#: Legal points that are simply all priced: a descent takes more evaluations.
+_WHOLE = gradient.GRADIENT_EVALS * gradient.STARTS * gradient.STEPS
 
 Progress = Callable[[int, int, float], object]
 
@@ -49,6 +51,7 @@ class TuneResult:
     evals           prices computed; one with its gradient counts as 3
     space_size      points of the space; rejected: how many each buffer refuses (a point may be refused by several)
     elapsed         wall time of the search, compilation included, the exhaustive check not
+    strategy        the one that was used: a space smaller than a descent is priced whole
     history         path of the descent (None without one)
     optimum         the exhaustive optimum, when it was asked for
     complete        False: the budget ended the search early
@@ -258,6 +261,7 @@ def _tune(
     ledger = Ledger(shape, device, max_evals, None if time_limit is None else begin + time_limit, progress)
     default, rule = (ledger.space.point(tile) for tile in named)
     ledger.price(np.unique([default, rule]), always=True)
+    strategy = "exhaustive" if ledger.legal.sum() <= _WHOLE else strategy
     history = _by_gradient(ledger, seed, named) if strategy == "gradient" else _by_all(ledger, seed)
     best, *others = ledger.best(2)
     return TuneResult(
