@@ -1,7 +1,7 @@
 """Integers that an optimiser can move: the relaxed ceiling, and choices between neighbours.
 
-Every count that depends on a tile goes through `ceil_div` or `floor_div`. At temperature 0 they are exact; above it they
-are smooth in both arguments and tend to the exact ones as the temperature falls.
+Every count that depends on a tile goes through `ceil_div` or `floor_div`. At temperature 0 they are exact; above it
+they are smooth in both arguments and tend to the exact ones as the temperature falls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def ceil_div(a, b, temperature=0.0):
     """ceil(a / b), for b > 0. temperature: a plain 0 gives the exact value only; an array chooses at run time.
 
     Smooth form: the Fourier series of the sawtooth with its harmonics damped by r = exp(-temperature),
-    x + 1/2 + atan2(r sin t, 1 - r cos t) / pi with t = 2 pi (x - shift), shifted so that integers stay integers as r -> 1.
+    x + 1/2 + atan2(r sin t, 1 - r cos t) / pi with t = 2 pi (x - shift), shifted so that integers stay integers as
+    r -> 1.
     """
     if isinstance(temperature, (int, float)) and temperature == 0:
         return _exact_ceil(a, b)
@@ -78,7 +79,8 @@ def _euclid_floor_sum(count, slope, start, modulus):
 
     operands = [jax.lax.stop_gradient(jnp.asarray(x, jnp.result_type(float))) for x in (count, slope, start, modulus)]
     n, a, b, m = jnp.broadcast_arrays(*operands)
-    (*_, total), _ = jax.lax.scan(round_, (jnp.maximum(n, 0.0), a, b, m, jnp.zeros_like(n)), None, length=_EUCLID_ROUNDS)
+    start = (jnp.maximum(n, 0.0), a, b, m, jnp.zeros_like(n))
+    (*_, total), _ = jax.lax.scan(round_, start, None, length=_EUCLID_ROUNDS)
     return total
 
 

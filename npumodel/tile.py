@@ -48,7 +48,7 @@ class TileConfig:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 continue
-            if isinstance(value, bool) or not value >= low or (high is not None and value > high):
+            if isinstance(value, bool) or not low <= float(value) <= (high or float("inf")):
                 bound = f"{low}..{high}" if high is not None else f">= {low}"
                 raise ValueError(f"{name}: expected a number {bound}, got {value!r}")
         if self.fusion not in FUSIONS:
@@ -61,6 +61,6 @@ class TileConfig:
     @property
     def label(self) -> str:
         """ "128x512", with the knobs that are not at their default."""
-        text = f"{self.block_q}x{self.block_kv}"
-        text += f" buffers={self.buffers}" * (self.buffers != 2) + f" lookahead={self.lookahead}" * (self.lookahead != 1)
+        text = f"{self.block_q}x{self.block_kv}" + f" buffers={self.buffers}" * (self.buffers != 2)
+        text += f" lookahead={self.lookahead}" * (self.lookahead != 1)
         return text + f" {self.fusion}" * (self.fusion != "fused")

@@ -106,7 +106,7 @@ class AttentionShape:
 
     @property
     def valid_pairs(self) -> int:
-        """(query, key) pairs of the whole call that take part: batch * q_heads * (q_len * kv_len, less the causal part)."""
+        """(query, key) pairs of the whole call that take part: all of q_len * kv_len per head, less the causal part."""
         if not self.causal:
             return self.batch * self.q_heads * self.q_len * self.kv_len
         offset = self.kv_len - self.q_len
@@ -117,7 +117,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of both products over the valid pairs, two operations each: 2 * pairs * (head_dim + v_head_dim)."""
+        """Multiply-adds of both products over the valid pairs, each two: 2 * pairs * (head_dim + v_head_dim)."""
         return 2 * self.valid_pairs * (self.head_dim + self.v_head_dim)
 
     @property
@@ -136,8 +136,7 @@ class AttentionShape:
         parts += [f"SKV{self.kv_len}"] * (self.kv_len != self.q_len)
         parts += [f"D{self.head_dim}"]
         parts += [f"DV{self.v_head_dim}"] * (self.v_head_dim != self.head_dim)
-        parts += [self.dtype] + ["causal"] * self.causal + [self.mask] * (self.mask is not None)
-        return " ".join(parts)
+        return " ".join([*parts, self.dtype, *["causal"] * self.causal, *filter(None, [self.mask])])
 
 
 def _positive(name: str, value) -> int:
@@ -147,4 +146,5 @@ def _positive(name: str, value) -> int:
 
 
 def _form(text: str, what: str) -> str:
-    return f"shape: expected a form like 'B4,N32,S4096,D128' (also KV8, SKV512, DV64, bfloat16, causal), got {text!r}: {what}"
+    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, bfloat16, causal)"
+    return f"shape: expected a form like {forms}, got {text!r}: {what}"

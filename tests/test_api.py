@@ -38,13 +38,14 @@ def heard():
 @pytest.mark.parametrize("level", ["auto", "small", "large", 1, 6, (2, 5), "16x32", TileConfig(7, 1000)], ids=str)
 def test_every_level_gives_the_same_attention(level):
     mask = jnp.asarray(np.random.default_rng(1).random((70, 70)) > 0.3)
-    for options in ({}, {"is_causal": True, "scale": 0.3}, {"attn_mask": mask}):
+    several = ({}, {"is_causal": True, "scale": 0.3}, {"attn_mask": mask})
+    for options in several if level == "auto" else several[:1]:
         out = api.flash_attention(Q, K, V, tile_level=level, **options)
         assert out.shape == Q.shape and out.dtype == Q.dtype
         np.testing.assert_allclose(out, reference_attention(Q, K, V, **options), atol=2e-6)
 
 
-@pytest.mark.parametrize("where", [None, "ascend910a", "article"])
+@pytest.mark.parametrize("where", [None, "ascend910a"])
 def test_inside_jit_vmap_and_scan(where):
     expected = reference_attention(Q, K, V, is_causal=True)
 

@@ -8,6 +8,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from npumodel.hardware import device, devices
 from npumodel.model import cost as cost_module
 from npumodel.model import tiling
@@ -48,7 +49,7 @@ def random_tile(rng, shape, dev):
             return tile
 
 
-# The relaxed ceiling ---------------------------------------------------------------------------------------------------
+# The relaxed ceiling ------------------------------------------------------------------------------------------------
 
 
 def test_ceiling_is_exact_at_temperature_zero_traced_or_not():
@@ -75,7 +76,7 @@ def test_ceiling_is_smooth_above_zero_and_tends_to_the_exact_one():
 def test_floor_sum_is_exact_in_logarithmic_time():
     rng = np.random.default_rng(1)
     for _ in range(60):
-        count, slope, start, modulus = (int(2 ** rng.uniform(low, high)) for low, high in ((0, 9), (0, 9), (0, 10), (0, 9)))
+        count, slope, start, modulus = (int(2 ** rng.uniform(0, high)) for high in (9, 9, 10, 9))
         want = sum((slope * i + start) // modulus for i in range(count))
         assert float(floor_sum(*map(float, (count, slope, start, modulus)))) == want
     assert float(floor_sum(0.0, 3.0, 1.0, 2.0)) == 0.0
@@ -85,7 +86,7 @@ def test_tent_picks_one_integer_exactly():
     assert [float(tent(jnp.asarray(x, float))) for x in (-1, 0, 1, 0.25)] == [0, 1, 0, 0.75]
 
 
-# Counts ----------------------------------------------------------------------------------------------------------------
+# Counts -------------------------------------------------------------------------------------------------------------
 
 
 def by_hand(shape, tile):
@@ -163,7 +164,7 @@ def test_graph_folds_the_mask_and_counts_launches():
     assert estimate(ARTICLE, dev, tile.replace(fusion="unfused")).launches == 3
 
 
-# Laws ------------------------------------------------------------------------------------------------------------------
+# Laws ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [n for n in devices() if n != "ascend910a"])
@@ -279,7 +280,7 @@ def test_illegal_tile_names_buffer_needed_and_available():
         estimate(dataclasses.replace(ARTICLE, dtype="bfloat16"), device("ascend910a"), TileConfig(64, 64))
 
 
-# Gradients -------------------------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from npumodel.model.graph import compile_graph
 from npumodel.model.pipeline import TRANSIENT, fast, knobs, trajectory
 from npumodel.model.stages import stage_table
@@ -45,7 +46,8 @@ def listed(table, durations):
 
 def simulate(table, full, tail, steps, buffers, lookahead, sync):
     rule = {"buffers": buffers, "lookahead": lookahead + 1}
-    stages = [event_simulator.Stage(s.name, s.pipe, s.waits, s.buffer, s.freed_by, s.group, s.when) for s in table.stages]
+    fields = ("name", "pipe", "waits", "buffer", "freed_by", "group", "when")
+    stages = [event_simulator.Stage(*(getattr(s, field) for field in fields)) for s in table.stages]
     return event_simulator.simulate(
         stages,
         full,
@@ -61,7 +63,8 @@ def simulate(table, full, tail, steps, buffers, lookahead, sync):
 def reading(table, transient, waits=True):
     @jax.jit
     def run(full, tail, steps, buffers, lookahead, sync):
-        return fast(table, listed(table, full), listed(table, tail), steps, knobs(table, buffers, lookahead, sync), transient, waits)
+        k = knobs(table, buffers, lookahead, sync)
+        return fast(table, listed(table, full), listed(table, tail), steps, k, transient, waits)
 
     def call(full, tail, steps, *rest):
         return run(*jax.tree.map(jnp.asarray, (full, tail, float(steps), *rest)))
@@ -81,7 +84,7 @@ def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
         waits = dict(zip([s.name for s in table.stages], np.asarray(got.wait), strict=True))
         for name, wait in want.wait.items():
-            assert waits[name] == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps, buffers, lookahead)
+            assert waits[name] == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -137,7 +140,8 @@ def test_transient_has_settled_on_many_random_pipelines(arch):
 
     def at(transient):
         def one(full, tail, buffers, lookahead, sync, n):
-            return fast(table, listed(table, full), listed(table, tail), n, knobs(table, buffers, lookahead, sync), transient, False)[0].makespan
+            k = knobs(table, buffers, lookahead, sync)
+            return fast(table, listed(table, full), listed(table, tail), n, k, transient, False)[0].makespan
 
         return np.asarray(jax.jit(jax.vmap(one))(*(stack([d[i] for d in draws]) for i in range(5)), steps))
 

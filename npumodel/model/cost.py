@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +87,9 @@ class Parts(NamedTuple):
     feet: dict
 
 
-def parts(kernel: Kernel, t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature=0.0) -> Parts:
+def parts(
+    kernel: Kernel, t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature=0.0
+) -> Parts:
     """Cut a call into blocks and time every stage of one of its kernels."""
     table = stage_table(kernel, d.arch)
     table = table if o.overlap else table.serial()
@@ -100,7 +103,7 @@ def parts(kernel: Kernel, t: TimeConstants, p: Problem, tile: TileConfig, d: Dev
     return Parts(table, b, x, corners, seconds, stage_bytes(table, p, x, corners), feet)
 
 
-def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature) -> KernelPrice:
+def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
     table, b, x, corners, seconds, moved, feet = parts(kernel, t, p, tile, d, o, temperature)
     head, heaviest = _head_times(table, seconds, b, tile, t.sync, o, temperature)
     per_core = x.waves / b.q_blocks  # heads that the busiest core works through
@@ -163,7 +166,7 @@ def _head_times(table: StageTable, seconds, b: Blocks, tile: TileConfig, sync, o
         k = knobs(table, buffers, lookahead, sync)
         run = partial(fast, table, steps=b.kv_blocks, k=k, transient=o.transient, waits=o.waits)
         times = jax.vmap(run, 1)(seconds[..., 0], seconds[..., 1])  # [2]: full rows, ragged rows
-        (whole, lengths, empty), (ragged, _, _) = (jax.tree.map(lambda x: x[i], times) for i in (0, 1))
+        (whole, lengths, empty), (ragged, _, _) = (jax.tree.map(itemgetter(i), times) for i in (0, 1))
         early = gate(b.q_blocks - b.reach_end) * tiling.at_length(lengths.makespan, b.kv_blocks - 1)
         heaviest = jnp.maximum(jnp.maximum(early, ragged.makespan), gate(b.reach_end - 1) * whole.makespan)
         total = jax.tree.map(partial(tiling.over_tasks, b), lengths, whole, ragged, empty)
@@ -343,18 +346,19 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         for i, s in enumerate(table.stages)
     )
     actions = [s.action for table in tables for s in table.stages]
-    traffic = {path: sum(s.bytes for s, a in zip(stages, actions, strict=True) if a == path) for path in dict.fromkeys(actions)}
-    traffic = {path: total for path, total in traffic.items() if path not in ("matmul", "vector")}
+    traffic: dict[str, float] = {}
+    for stage, action in zip(stages, actions, strict=True):
+        if action not in ("matmul", "vector"):
+            traffic[action] = traffic.get(action, 0.0) + stage.bytes
     asked = sum(total for path, total in traffic.items() if path in GM_PATHS)
     traffic["hbm"] = float(sum(k.hbm_bytes for k in result.kernels))
     pipes = [_pipe_seconds(table, k) for table, k in zip(tables, result.kernels, strict=True)]
     launch = float(sum(k.launch for k in result.kernels))
-    reads, fills = (float(sum(x)) for x in zip(*((k.l1_read_bytes, k.l1_fill_bytes) for k in result.kernels), strict=True))
+    reads, fills = (float(sum(getattr(k, name) for k in result.kernels)) for name in ("l1_read_bytes", "l1_fill_bytes"))
     together: dict[str, float] = {}
     for kernel in pipes:
         for pipe, seconds in kernel.items():
             together[pipe] = together.get(pipe, 0.0) + seconds
-    capacity = tiling.capacities(device)
     return Cost(
         shape=shape,
         device=device.name,
@@ -370,7 +374,8 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device),
         bound=max(together, key=together.__getitem__),
         footprints=tuple(
-            Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(capacity[name])) for name in capacity
+            Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(bytes_))
+            for name, bytes_ in tiling.capacities(device).items()
         ),
         tasks=round(float(result.kernels[0].traffic.tasks)),
         steps=round(float(result.kernels[0].steps)),

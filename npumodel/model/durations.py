@@ -97,7 +97,8 @@ def time_constants(d: DeviceSpec, dtype: str) -> TimeConstants:
     """
     if dtype not in d.macs_per_cycle:
         raise ValueError(
-            f"dtype: expected one that {d.name or 'this device'} multiplies ({', '.join(d.macs_per_cycle)}), got {dtype!r}"
+            f"dtype: expected one that {d.name or 'this device'} multiplies ({', '.join(d.macs_per_cycle)}), "
+            f"got {dtype!r}"
         )
 
     def per_byte(per_cycle, hz):
@@ -165,20 +166,16 @@ def measure(p: Problem, d: DeviceSpec, rows, cols, fused: bool, temperature) -> 
     """Count the pieces of a block. rows, cols [2]: full and ragged."""
     lengths = jnp.concatenate([rows, cols, jnp.stack([p.head_dim, p.v_head_dim])])
     k_fractal, k_block = 32 / p.element_bytes, l0_depth(d, p.element_bytes)
-    pieces = [ceil_div(lengths, piece, temperature) for piece in (FRACTAL, k_fractal, MIN_VECTOR_ROWS, L0_BLOCK, k_block)]
+    sizes = (FRACTAL, k_fractal, MIN_VECTOR_ROWS, L0_BLOCK, k_block)
+    pieces = [ceil_div(lengths, size, temperature) for size in sizes]
     columns = [lengths, FRACTAL * pieces[0], k_fractal * pieces[1], MIN_VECTOR_ROWS * pieces[2], *pieces[3:]]
-    row, col = (Size(*(c[part][index] for c in columns)) for part, index in ((slice(2), _DOWN), (slice(2, 4), _ACROSS)))
+    row, col = Size(*(c[:2, None] for c in columns)), Size(*(c[None, 2:4] for c in columns))
     head, v_head = (Size(*(c[i] for c in columns)) for i in (4, 5))
     unit_rows = ceil_div(row.length, d.vector_cores_per_cube, temperature)
     tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * col.length)
-    tiles = [
-        ceil_div(unit_rows * width * ACC_BYTES, size, temperature)
-        for width, size in ((col.vector, tile), (v_head.vector, d.vector_tile_bytes))
-    ]
-    return Block(row, col, head, v_head, d.vector_cores_per_cube, unit_rows, *tiles, fused)
-
-
-_DOWN, _ACROSS = (slice(None), None), (None, slice(None))
+    score_tiles = ceil_div(unit_rows * col.vector * ACC_BYTES, tile, temperature)
+    out_tiles = ceil_div(unit_rows * v_head.vector * ACC_BYTES, d.vector_tile_bytes, temperature)
+    return Block(row, col, head, v_head, d.vector_cores_per_cube, unit_rows, score_tiles, out_tiles, fused)
 
 
 def stage_seconds(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):

@@ -63,7 +63,11 @@ _SOFTMAX = Op("softmax", "Softmax", "vector", ("s",), "p")
 _PV = Op("pv", "MatMul(P,V)", "cube", ("p", "v"), "o")
 
 #: Titles of the three ops that every call has, in order, and the unit that runs each (the article's names).
-STAGE_TITLES = (("qk", "MatMul(Q,K)", "tensor_core"), ("softmax", "Softmax", "vector_core"), ("pv", "MatMul(P,V)", "tensor_core"))
+STAGE_TITLES = (
+    ("qk", "MatMul(Q,K)", "tensor_core"),
+    ("softmax", "Softmax", "vector_core"),
+    ("pv", "MatMul(P,V)", "tensor_core"),
+)
 
 
 def lower() -> Graph:
@@ -94,7 +98,8 @@ def fuse(graph: Graph, fusion: str) -> Graph:
     the kernel, and each hand-over between the matrix and the vector unit costs a synchronisation.
     """
     if fusion == "unfused":
-        return dataclasses.replace(graph, notes=graph.notes + ("fuse: not asked for, S and P cross global memory whole",))
+        note = "fuse: not asked for, S and P cross global memory whole"
+        return dataclasses.replace(graph, notes=graph.notes + (note,))
     ops = tuple(op for kernel in graph.kernels for op in kernel.ops)
     crossings = sum(a.unit != b.unit for a, b in zip(ops, ops[1:], strict=False))
     note = f"fuse: {len(ops)} ops in one kernel, {crossings} hand-overs between cube and vector units per step"

@@ -2,11 +2,11 @@
 
     x_i(n) = d_i + max( x_waits(n),  x_previous_on_pipe,  x_who_frees_my_buffer(n - depth) )
 
-Pipes are in-order queues. Slot s of the program holds the front stages of step s and the back stages of step s - lookahead,
-so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1).
+Pipes are in-order queues. Slot s of the program holds the front stages of step s and the back stages of step
+s - lookahead, so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1).
 
-A stage table is wired once into numbers (`Wiring`: which entries of the state a stage looks at), and one small loop runs
-any table, so that compile time does not grow with the number of stages. Two readings share that loop:
+A stage table is wired once into numbers (`Wiring`: which entries of the state a stage looks at), and one small loop
+runs any table, so that compile time does not grow with the number of stages. Two readings share that loop:
   `trajectory`  every slot, as long as the task (exact; makes the trace)
   `fast`        a transient, then the period times the rest: O(1) in the sequence length
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ class TaskTimes(NamedTuple):
 
 def knobs(table: StageTable, buffers, lookahead, sync) -> Knobs:
     """Resolve the depth rules of `table` for one tile."""
-    rule = {"buffers": buffers, "lookahead": lookahead + 1}
+    rule: dict[str | int, Any] = {"buffers": buffers, "lookahead": lookahead + 1}
     return Knobs(lookahead, {name: rule.get(depth, depth) for name, depth in table.depths}, sync)
 
 
@@ -106,7 +107,7 @@ class Wiring:
 
     @cached_property
     def turn(self) -> np.ndarray:
-        """The state at the start of a slot, as places of the state at the end of the one before: the past grows older."""
+        """The state at the start of a slot, as places of the state before: the past grows older."""
         fixed = list(range(len(self.table.pipes) + len(self.table.stages)))
         newest = [self.end(n) for n in self.looked_at]
         older = [self.past(n, ago) for ago in range(1, self.HISTORY) for n in self.looked_at]
@@ -126,7 +127,8 @@ class Wiring:
         terms = [(self.pipe(stage.pipe), 0.0)]
         for name in self.table.upstream(stage):
             terms += self._ends(stage, name, k, 0.0)
-        return terms + (self._freed(stage, k) if stage.buffer and self.table.stage(stage.freed_by or "").compute else [])
+        freed_by = stage.buffer and self.table.stage(stage.freed_by or "")
+        return terms + (self._freed(stage, k) if freed_by and freed_by.compute else [])
 
     def _ends(self, stage: Stage, name: str, k: Knobs, more) -> list[tuple[int, Any]]:
         if name not in self.lagging(stage):
@@ -162,9 +164,9 @@ class _Rows(NamedTuple):
 def _rows(wiring: Wiring, stages: tuple[Stage, ...], k: Knobs) -> _Rows:
     def padded(terms):
         most = max(map(len, terms))
-        places = np.array([[place for place, _ in row] + [0] * (most - len(row)) for row in terms])
-        add = [jnp.stack([jnp.asarray(a, jnp.result_type(float)) for _, a in row] + [NEVER] * (most - len(row))) for row in terms]
-        return places, jnp.stack(add)
+        rows = [row + [(0, NEVER)] * (most - len(row)) for row in terms]
+        add = [jnp.stack([jnp.asarray(seconds, jnp.result_type(float)) for _, seconds in row]) for row in rows]
+        return np.array([[place for place, _ in row] for row in rows]), jnp.stack(add)
 
     pipes, ends = [wiring.pipe(s.pipe) for s in stages], [wiring.end(s.name) for s in stages]
     starts, free = padded([wiring.starts(s, k) for s in stages]), padded([wiring.unhindered(s, k) for s in stages])
@@ -172,7 +174,7 @@ def _rows(wiring: Wiring, stages: tuple[Stage, ...], k: Knobs) -> _Rows:
 
 
 def _run(rows: _Rows, state, durations, on, waits: bool):
-    """Run stages one after the other. durations, on [stages]; a stage that is not `on` (0..1) leaves the state as it is.
+    """Run stages one after the other. durations, on [stages]: a stage that is not `on` leaves the state as it is.
 
     Returns (state, [stages] seconds that each waited for transfers).
     """
@@ -197,7 +199,7 @@ class _Machine(NamedTuple):
     lookahead: Any
     waits: bool
 
-    def begin(self, full, loads=1.0):
+    def begin(self, full, loads: Any = 1.0):
         """The state before the first slot: buffers are free, the pipes that load first are busy until they have.
         loads 0: a task without any step, which loads nothing."""
         state = jnp.zeros(self.wiring.size, full.dtype)
@@ -208,7 +210,7 @@ class _Machine(NamedTuple):
         return state
 
     def slot(self, state, slot, steps, full, tail):
-        """One slot of a task of `steps` steps: the past grows older, then every stage whose step is in the task runs."""
+        """One slot of a task of `steps` steps: the past grows older, then the stages whose step is in the task run."""
         order = self.wiring.places(self.wiring.order)
         step = jnp.where(np.array([s.group == "back" for s in self.wiring.order]), slot - self.lookahead, slot)
         on = jnp.where((step >= 0) & (step < steps), 1.0, 0.0)
@@ -274,7 +276,9 @@ def fast(table: StageTable, full, tail, steps, k: Knobs, transient: int, waits: 
     )
     times = jax.vmap(lambda state, steps, tail: machine.close(state, steps, full, tail))(*lanes)
     times = TaskTimes(times.makespan, times.wait + jnp.concatenate([waited, before[None], 0 * before[None]]))
-    lengths, task, empty = (jax.tree.map(lambda x: x[at], times) for at in (slice(transient), transient, transient + 1))
+    lengths, task, empty = (
+        jax.tree.map(itemgetter(lane), times) for lane in (slice(transient), transient, transient + 1)
+    )
     return task, lengths, empty
 
 

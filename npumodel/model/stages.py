@@ -1,10 +1,12 @@
 """Stage tables: what one kernel does on one architecture, derived from its ops and the chip's data paths.
 
-Each stage says which pipe it occupies, what it waits for and which buffer it fills. The table is data; `pipeline` runs it.
+Each stage says which pipe it occupies, what it waits for and which buffer it fills. The table is data; `pipeline` runs
+it.
 
 Paths between units (vendor's list of legal data paths, HARDWARE section 5):
   coupled  L0C -> UB by the vector unit itself; UB -> L1 by MTE3
-  split    cube and vector are different cores: L0C -> GM by fixpipe, GM -> UB by MTE2; UB -> GM by MTE3, GM -> L1 by MTE2
+  split    cube and vector are different cores: L0C -> GM by fixpipe, GM -> UB by MTE2; UB -> GM by MTE3,
+           GM -> L1 by MTE2
   direct   L0C -> UB by fixpipe; UB -> L1 by MTE3
 """
 
@@ -86,8 +88,8 @@ class StageTable:
         return dataclasses.replace(self, stages=one, depths=())
 
 
-#: Slots of each buffer. K and V by the tile; P waits in L1 (coupled, direct) or in the workspace (split) for a back stage
-#: that lags by the lookahead; the rest is ping-pong (2), as the vendor's kernels do for L0C, UB and the workspace.
+#: Slots of each buffer. K and V by the tile; P waits in L1 (coupled, direct) or in the workspace (split) for a back
+#: stage that lags by the lookahead; the rest is ping-pong (2), as the vendor's kernels do for L0C, UB and workspace.
 _DEPTHS = {"L1.K": "buffers", "L1.V": "buffers", "L1.P_ahead": "lookahead", "GM.P": "lookahead"}
 _PING_PONG = 2
 
@@ -136,7 +138,8 @@ def _fused(arch: str, masked: bool) -> tuple[Stage, ...]:
             Stage("load_mask", _mte2_vector(arch), "softmax", "gm_ub", "mask", buffer="UB.mask", freed_by="mask"),
             Stage("mask", VECTOR, "softmax", "vector", "mask", (ready, "load_mask"), crosses),
         )
-    softmax = Stage("softmax", VECTOR, "softmax", "vector", "p", ("mask",) if masked else (ready,), crosses and not masked)
+    waits, sync = (("mask",), False) if masked else ((ready,), crosses)
+    softmax = Stage("softmax", VECTOR, "softmax", "vector", "p", waits, sync)
     return _qk(freed_by) + moves + mask + (softmax,) + _fused_pv(arch) + _fused_output(arch)
 
 
@@ -177,7 +180,7 @@ def _fused_output(arch: str) -> tuple[Stage, ...]:
     )
 
 
-# Unfused: one op a kernel, its operands from global memory and back ----------------------------------------------------
+# Unfused: one op a kernel, its operands from global memory and back -------------------------------------------------
 
 
 def _qk_alone(arch: str) -> tuple[Stage, ...]:
@@ -212,4 +215,9 @@ def _vector_alone(op: str, result: str):
     return stages
 
 
-_ALONE = {"qk": _qk_alone, "mask": _vector_alone("mask", "s"), "softmax": _vector_alone("softmax", "p"), "pv": _pv_alone}
+_ALONE = {
+    "qk": _qk_alone,
+    "mask": _vector_alone("mask", "s"),
+    "softmax": _vector_alone("softmax", "p"),
+    "pv": _pv_alone,
+}

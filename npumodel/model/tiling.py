@@ -220,7 +220,8 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
     if "pv" in kinds:
         l1 = l1 + tile.buffers * v + slots_p * b.rows * b.cols * e
     rows = b.rows / d.vector_cores_per_cube
-    scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), vector_floor(b))
+    least = MIN_VECTOR_ROWS * b.cols * ACC_BYTES  # the smallest vector pass
+    scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), least)
     ub = 2 * scores * (1 + e / ACC_BYTES) + 2 * MIN_VECTOR_ROWS * ACC_BYTES * rows  # S, P; row max and sum, 32 B a row
     if len(kinds) > 1:
         out = rows * p.v_head_dim * ACC_BYTES
@@ -243,11 +244,6 @@ def _largest(values, zero):
     for value in values:
         zero = jnp.maximum(zero, value)
     return zero
-
-
-def vector_floor(b: Blocks):
-    """Bytes of the smallest vector pass: MIN_VECTOR_ROWS rows of a score block."""
-    return MIN_VECTOR_ROWS * b.cols * ACC_BYTES
 
 
 def l0_depth(d: DeviceSpec, element_bytes):

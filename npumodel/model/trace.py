@@ -80,7 +80,8 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
                 complete = False
                 break
             clock += per_task
-            runs = _task_events(args, options, tile, stage_table(kernel, device.arch), number, steps, ragged, max_events)
+            table = stage_table(kernel, device.arch)
+            runs = _task_events(args, options, tile, table, number, steps, ragged, max_events)
             complete &= steps <= max_events
             events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
             clock = max([e.end for e in events], default=clock)
@@ -107,11 +108,13 @@ def _task(p: Problem, tile: TileConfig, d: DeviceSpec, steps, row, options: Opti
     cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
     full = cut.seconds[:, row, 0]
     tail = jnp.where(steps == cut.blocks.kv_blocks, cut.seconds[:, row, 1], full)
-    _, ends, waits = trajectory(cut.table, full, tail, steps, knobs(cut.table, tile.buffers, tile.lookahead, t.sync), slots)
+    k = knobs(cut.table, tile.buffers, tile.lookahead, t.sync)
+    _, ends, waits = trajectory(cut.table, full, tail, steps, k, slots)
     return full, tail, ends, waits, cut.bytes[:, row]
 
 
-def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, most) -> list[Event]:
+def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, most):
+    """[Event] of one task, from its own start."""
     shown = min(steps, max(1, most // len(table.stages)))
     slots = _SLOTS * math.ceil((steps + MAX_LOOKAHEAD) / _SLOTS)
     full, tail, ends, waits, moved = jax.device_get(_task(*args, float(steps), int(ragged), options, kernel, slots))

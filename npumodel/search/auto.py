@@ -27,7 +27,7 @@ import numpy as np
 
 from npumodel.hardware import DeviceSpec
 from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
-from npumodel.search.space import exact_seconds, fits, fitted, legal, needs, padded, stacked
+from npumodel.search.space import KNOBS, exact_seconds, fits, fitted, legal, needs, padded, stacked
 from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
@@ -42,7 +42,7 @@ _PLANS = """
     32x96x1x1   96x192x2x3   192x64x1x3   128x256x1x2  64x512x1x2  16x512x1x0   128x384x1x3  48x256x1x2
     32x1024x1x2 384x48x2x1   256x512x1x2  256x128x2x2  128x96x2x3  128x48x1x1   96x96x2x3    32x128x1x1
 """
-_CANDIDATES = tuple(TileConfig(*map(int, plan.split("x"))) for plan in _PLANS.split())
+_CANDIDATES = tuple(TileConfig(**dict(zip(KNOBS, map(int, p.split("x")), strict=True))) for p in _PLANS.split())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from npumodel.hardware import DeviceSpec
 from npumodel.model.cost import illegal
 from npumodel.model.tiling import FRACTAL
@@ -162,15 +164,13 @@ def shrunk(shapes: Sequence[AttentionShape], device: DeviceSpec, tiles: Sequence
 
     Raises ValueError for a shape on which nothing fits.
     """
-    ladders = [ladder(tile, shape) for tile, shape in zip(tiles, shapes, strict=True)]
-    rungs = [(shape, tile) for shape, steps in zip(shapes, ladders, strict=True) for tile in steps]
-    good = iter(legal([shape for shape, _ in rungs], stacked([tile for _, tile in rungs]), device).tolist())
-    chosen = []
-    for shape, steps in zip(shapes, ladders, strict=True):
-        fitting = [tile for tile, fit in [(tile, next(good)) for tile in steps] if fit]
-        if not fitting:
-            require_legal(shape, device, steps[-1])
-        chosen.append(fitting[0])
+    chosen = [fitted(tile, shape) for tile, shape in zip(tiles, shapes, strict=True)]
+    for i in np.flatnonzero(~legal(shapes, stacked(chosen), device)):
+        steps = ladder(chosen[i], shapes[i])
+        fit = legal([shapes[i]], stacked(steps), device)
+        if not fit.any():
+            require_legal(shapes[i], device, steps[-1])
+        chosen[i] = steps[int(fit.argmax())]
     return chosen
 
 
