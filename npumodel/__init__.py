@@ -2,7 +2,7 @@
 
 from .api import estimate, flash_attention, target, trace, tune
 from .hardware import DeviceSpec, device, devices
-from .model.cost import Cost
+from .model.estimate import Cost
 from .search.table import TileTable, use_table
 from .tile import TileConfig
 from .workload import AttentionShape

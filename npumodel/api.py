@@ -20,8 +20,8 @@ from jax.core import Tracer
 from npumodel import hardware
 from npumodel.attention import blocked_attention, check_attention
 from npumodel.hardware import DeviceSpec
-from npumodel.model import cost
-from npumodel.model.cost import Cost
+from npumodel.model import estimate as model_estimate
+from npumodel.model.estimate import Cost
 from npumodel.search import auto, tuner
 from npumodel.search.auto import Resolved
 from npumodel.workload import AttentionShape
@@ -210,7 +210,7 @@ def estimate(
     Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it cannot multiply.
     """
     spec, asked = _needed(device), _shape(shape)
-    return cost.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)
+    return model_estimate.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)
 
 
 def trace(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto") -> Timeline:

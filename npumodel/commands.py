@@ -13,8 +13,9 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from npumodel import api, chrome, hardware, record, report_text
-from npumodel.model.cost import estimate as price
+from npumodel import api, hardware, record, report_text
+from npumodel.model import chrome
+from npumodel.model.estimate import estimate as price
 from npumodel.model.trace import timeline
 from npumodel.report_text import Priced
 from npumodel.search.table import TileTable

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from npumodel import api, chrome, plot, record, report_text, units
+from npumodel import api, plot, record, report_text, units
 from npumodel.attention import reference_attention
 from npumodel.hardware import DeviceSpec, device
-from npumodel.model.cost import Cost, estimate
+from npumodel.model.estimate import Cost, estimate
 from npumodel.model.trace import timeline
 from npumodel.record import Recorded
 from npumodel.report_text import Priced
@@ -84,7 +84,7 @@ def _trace(calls: list[Recorded], spec: DeviceSpec, path: Path):
     print(_indented(report_text.tables(priced)))
     cost = priced[0].cost
     shown = timeline(cost.shape, spec, cost.tile, max_events=EVENTS)
-    count = chrome.write(path, [shown])
+    count = shown.save_chrome_trace(path)
     print(f"   {path}: the first {units.seconds(shown.shown_seconds)} of a core, {count:,} slices, for ui.perfetto.dev")
 
 

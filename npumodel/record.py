@@ -17,7 +17,7 @@ import jax
 
 from npumodel import api, hardware
 from npumodel.hardware import DeviceSpec
-from npumodel.model.cost import Cost, estimate
+from npumodel.model.estimate import Cost, estimate
 from npumodel.report_text import Priced, warnings
 from npumodel.search.auto import by_model
 from npumodel.tile import TileConfig

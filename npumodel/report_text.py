@@ -13,15 +13,10 @@ import numpy as np
 from npumodel import units
 from npumodel.hardware import device, devices, provenance
 from npumodel.hardware.registry import CONFIDENCE
-from npumodel.model.cost import Cost
-from npumodel.model.graph import STAGE_TITLES
+from npumodel.model.estimate import Cost
 
 #: A stage that waits longer than this (s) has the wrong tile, says the article.
 WAIT_LIMIT = 0.5e-3
-
-#: Op -> (title, unit). The mask is an op of its own only in an unfused call.
-_TITLES = {op: (title, unit) for op, title, unit in STAGE_TITLES} | {"mask": ("Mask", "vector_core")}
-_WIDTH = max(len(title) for title, _ in _TITLES.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,38 +34,16 @@ class Priced:
         return self.count * self.cost.seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One op of a call on the busiest core, seconds."""
-
-    op: str
-    title: str
-    unit: str
-    busy: float
-    dma_wait: float
-
-
-def rows(cost: Cost) -> list[Row]:
-    """The ops of a call in the article's order."""
-    busy, waits = cost.by_op("busy"), cost.by_op("dma_wait")
-    order = sorted(busy, key=["qk", "mask", "softmax", "pv"].index)
-    return [Row(op, *_TITLES[op], busy[op], waits[op]) for op in order]
-
-
 def table(call: Priced) -> str:
     """The article's table of one call: header, one row an op, the totals, and a warning where an op waits too long."""
     cost = call.cost
-    lines = [header(call)]
-    for row in rows(cost):
-        busy, wait = units.milliseconds(row.busy), units.milliseconds(row.dma_wait)
-        lines.append(f"[{row.title:<{_WIDTH}}] {row.unit}: {busy} | dma_wait: {wait}")
     parts = [
         f"total {units.milliseconds(cost.seconds)}",
         f"launch share {units.percent(cost.launch_share)}",
         f"L1 miss rate {units.percent(1 - cost.l1_hit_rate)}",
         f"count {call.count}",
     ]
-    return "\n".join([*lines, " | ".join(parts), *warnings(call)])
+    return "\n".join([header(call), cost.table(), " | ".join(parts), *warnings(call)])
 
 
 def header(call: Priced) -> str:
@@ -82,7 +55,7 @@ def header(call: Priced) -> str:
 
 def warnings(call: Priced) -> list[str]:
     """One line if an op waits longer than WAIT_LIMIT: which tile, which ops, and a cheaper tile if one is known."""
-    late = [row for row in rows(call.cost) if row.dma_wait > WAIT_LIMIT]
+    late = [row for row in call.cost.rows if row.dma_wait > WAIT_LIMIT]
     if not late:
         return []
     waits = ", ".join(f"{row.title} {units.milliseconds(row.dma_wait)}" for row in late)
@@ -180,7 +153,7 @@ def as_dict(call: Priced, breakdown: bool = False) -> dict[str, Any]:
         "l1_miss_rate": 1 - cost.l1_hit_rate,
         "tile_source": call.source,
         "count": call.count,
-        "ops": [_plain(row) for row in rows(cost)],
+        "ops": [_plain(row) for row in cost.rows],
         "warnings": warnings(call),
         "better": call.better and {"tile": _plain(call.better.tile), "seconds": call.better.seconds},
         **({"breakdown": cost.breakdown} if breakdown else {}),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import npumodel as npu
-from npumodel import chrome
+from npumodel.model import chrome
 
 
 @dataclasses.dataclass(frozen=True)

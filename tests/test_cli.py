@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import npumodel as npu
-from npumodel import chrome, cli, commands, hardware, record, report_text, units
-from npumodel.model.cost import estimate
+from npumodel import cli, commands, hardware, record, report_text, units
+from npumodel.model import chrome
+from npumodel.model.estimate import estimate
 from npumodel.record import Recorded
 from npumodel.report_text import Priced
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from npumodel.hardware import device, devices
-from npumodel.model import cost as cost_module
+from npumodel.model import estimate as estimate_module
 from npumodel.model import tiling
-from npumodel.model.cost import Options, arguments, estimate, footprints, illegal, price
+from npumodel.model.cost import Options, price
 from npumodel.model.durations import TimeConstants, time_constants
+from npumodel.model.estimate import arguments, estimate, footprints, illegal
 from npumodel.model.graph import graph_of
 from npumodel.model.pipeline import TRANSIENT
 from npumodel.model.tiling import Problem
@@ -216,7 +217,7 @@ def test_twice_the_clocks_and_bandwidths_is_half_the_time():
 @pytest.mark.parametrize("name", DEVICES)
 def test_fast_and_exact_schedules_agree(name):
     rng, dev = np.random.default_rng(5), device(name)
-    run = jax.jit(cost_module._priced.__wrapped__, static_argnames="options")
+    run = jax.jit(estimate_module._priced.__wrapped__, static_argnames="options")
     for _ in range(40):
         shape = random_shape(rng)
         tile = random_tile(rng, shape, dev)
@@ -326,13 +327,13 @@ def test_relaxed_at_temperature_zero_is_the_exact_price():
 
 def test_one_compile_serves_a_thousand_shapes_and_tiles():
     rng, dev = np.random.default_rng(7), device("ascend910b2")
-    cost_module._priced.clear_cache()
+    estimate_module._priced.clear_cache()
     for i in range(1000):
         shape = random_shape(rng)
         tile = TileConfig(16 * int(rng.integers(1, 9)), 16 * int(rng.integers(1, 9)), 1, int(rng.integers(0, 3)))
         chip = dev.replace(name=f"chip{i}", l1_bytes=dev.l1_bytes + 1024 * i)
-        jax.block_until_ready(cost_module._priced(*arguments(shape, tile, chip), Options("float16", False)))
-    assert cost_module._priced._cache_size() == 1
+        jax.block_until_ready(estimate_module._priced(*arguments(shape, tile, chip), Options("float16", False)))
+    assert estimate_module._priced._cache_size() == 1
 
 
 def test_price_does_not_depend_on_x64():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npumodel.hardware import device, devices
-from npumodel.model import cost
+from npumodel.model import estimate as cost
 from npumodel.search import auto, gradient, rules, space, tuner
 from npumodel.search.auto import resolve
 from npumodel.search.space import BUFFERS, Space
@@ -221,6 +221,8 @@ def test_tuned_is_never_slower_and_near_the_optimum(tuned):
         assert r.seconds <= min(r.default.seconds, r.rule.seconds) and r.seconds <= r.runner_up.seconds
         assert r.margin >= 0 and 0 <= r.gap <= 0.02, str(r)
         assert not cost.illegal(r.shape, r.device, r.tile)
+        chosen = auto.by_model([r.shape], r.device)[0].tile
+        assert r.seconds <= space.exact_seconds([r.shape], space.stacked([chosen]), r.device)[0]
         assert r.complete and 0 < r.evals < r.space_size
     assert np.median([r.gap for r in tuned]) <= 0.005
     assert tuned[2].cost.seconds == pytest.approx(tuned[2].seconds, rel=1e-5)

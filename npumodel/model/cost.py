@@ -2,13 +2,12 @@
 
     seconds = sum over kernels of  launch + per_core * cores + per_task * waves + time of the busiest core
 
-`price` is what the search differentiates and vmaps; `estimate` is the door for people.
+`price` is what the search differentiates and vmaps; `estimate` (a module of its own) makes a readable Cost of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from functools import cached_property, partial
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,12 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..hardware import DeviceSpec
-from ..hardware.spec import OVERFLOWS
 from ..relax import floor_div, gate, tent
 from ..tile import TileConfig
-from ..workload import AttentionShape
 from . import tiling
-from .durations import Block, TimeConstants, l0_bytes, measure, miss_share, stage_bytes, stage_seconds, time_constants
+from .durations import Block, TimeConstants, l0_bytes, measure, miss_share, stage_bytes, stage_seconds
 from .graph import Kernel, compile_graph
 from .pipeline import TRANSIENT, fast, knobs
 from .stages import GM_PATHS, StageTable, stage_table
@@ -182,218 +179,3 @@ def _head_times(table: StageTable, seconds, b: Blocks, tile: TileConfig, sync, o
     weights = jnp.stack([tent(share[0] - i) * tent(share[1] - j) for i, j in corners])
     values = jax.vmap(lambda c: at(low[0] + c[0], low[1] + c[1]))(jnp.asarray(corners))
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), values)
-
-
-@partial(jax.jit, static_argnames="options")
-def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> Price:
-    return price(time_constants(d, options.dtype), p, tile, d, options)
-
-
-@partial(jax.jit, static_argnames="options")
-def _broken_down(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> TimeConstants:
-    """Each time constant times the gradient of the seconds with respect to it."""
-    t = time_constants(d, options.dtype)
-    gradient = jax.grad(lambda t: price(t, p, tile, d, options).seconds)(t)
-    return jax.tree.map(jnp.multiply, t, gradient)
-
-
-@dataclasses.dataclass(frozen=True)
-class StageCost:
-    """One stage of the busiest core. busy and dma_wait in seconds; bytes of the whole call."""
-
-    name: str
-    op: str
-    pipe: str
-    busy: float
-    dma_wait: float
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Footprint:
-    """Bytes that a tile needs in one buffer of a core, and bytes that there are."""
-
-    buffer: str
-    needed: float
-    available: float
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What one call costs on one device, all in SI units.
-
-    seconds        total, launches included
-    stages         in program order; busy and dma_wait of the busiest core
-    traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
-    l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1
-    l2_hit_rate    share of the bytes asked from global memory that L2 serves
-    launches, launch_seconds
-    breakdown      seconds by time constant (see `durations.TimeConstants`), by gradient, when asked for
-    lower_bound    busiest pipe and launches; upper_bound: everything in a row
-    bound          the busiest pipe
-    footprints     per buffer, the largest over the kernels
-    """
-
-    shape: AttentionShape
-    device: str
-    tile: TileConfig
-    seconds: float
-    stages: tuple[StageCost, ...]
-    traffic: dict[str, float]
-    l1_hit_rate: float
-    l2_hit_rate: float
-    launches: int
-    launch_seconds: float
-    lower_bound: float
-    upper_bound: float
-    bound: str
-    footprints: tuple[Footprint, ...]
-    tasks: int
-    steps: int
-    cores: int
-    graph: str
-    chip: DeviceSpec = dataclasses.field(repr=False, compare=False)
-    overlap: bool = True
-
-    @cached_property
-    def breakdown(self) -> dict[str, float]:
-        """Seconds by time constant: constant * d seconds / d constant. They add up to `seconds`, since the time is
-        homogeneous of degree 1 in the constants (Euler). Compiles the gradient at the first use."""
-        options = Options(self.shape.dtype, self.shape.mask is not None, self.overlap, waits=False)
-        found = jax.device_get(_broken_down(*arguments(self.shape, self.tile, self.chip), options))
-        return {name: float(v) for name, v in found._asdict().items() if v}
-
-    @property
-    def launch_share(self) -> float:
-        return self.launch_seconds / self.seconds
-
-    def by_op(self, field: str) -> dict[str, float]:
-        """Seconds of "busy" or "dma_wait" of compute stages per graph op: the article's table."""
-        ops: dict[str, float] = {}
-        for s in self.stages:
-            if s.pipe in _COMPUTE_PIPES:
-                ops[s.op] = ops.get(s.op, 0.0) + getattr(s, field)
-        return ops
-
-
-_COMPUTE_PIPES = ("CUBE", "VECTOR")
-
-
-def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, overlap: bool = True) -> Cost:
-    """Price one call with an explicit tile.
-
-    overlap False prices the same work with no transfer beside any computation.
-
-    Raises ValueError when a buffer is too small for the tile (buffer, bytes needed, bytes available), or when the
-    device has no such dtype.
-    """
-    problems = illegal(shape, device, tile)
-    if problems:
-        raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))
-    options = Options(shape.dtype, shape.mask is not None, overlap)
-    return _cost(shape, device, tile, options, jax.device_get(_priced(*arguments(shape, tile, device), options)))
-
-
-def arguments(shape: AttentionShape, tile: TileConfig, device: DeviceSpec):
-    """(Problem, tile, device) as arrays of the default real type, so that calls share one compilation."""
-    time_constants(device, shape.dtype)  # an unknown dtype is refused before anything is compiled
-    chip = device.anonymous().replace(overflow=OVERFLOWS[0])  # judged by `illegal`, of no interest to the price
-    return jax.tree.map(_real, (Problem.of(shape), tile, chip))
-
-
-def _real(x):
-    return x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(float))
-
-
-@partial(jax.jit, static_argnames="masked")
-def _footprints(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
-    b = tiling.cut(p, tile, 1)
-    graph = compile_graph(masked, tile.fusion)
-    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in graph.kernels]
-    return {name: jnp.stack([f[name] for f in feet]).max(0) for name in feet[0]}
-
-
-def footprints(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> tuple[Footprint, ...]:
-    """Bytes needed and available of every buffer, the largest over the kernels of the call."""
-    needed = _footprints(*arguments(shape, tile, device), masked=shape.mask is not None)
-    available = tiling.capacities(device)
-    return tuple(Footprint(name, float(n), float(available[name])) for name, n in needed.items())
-
-
-def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
-    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available.
-
-    Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
-    """
-    feet = footprints(shape, device, tile)
-    return [
-        f"{f.buffer} needs {f.needed:,.0f} bytes, there are {f.available:,.0f}"
-        for f in feet
-        if not f.fits and not (f.buffer == "L1" and device.overflow == "spill")
-    ]
-
-
-def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
-    graph = compile_graph(options.masked, tile.fusion)
-    tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
-    stages = tuple(
-        StageCost(s.name, s.op, s.pipe, float(k.busy[i]), float(k.wait[i]), float(k.bytes[i]))
-        for table, k in zip(tables, result.kernels, strict=True)
-        for i, s in enumerate(table.stages)
-    )
-    actions = [s.action for table in tables for s in table.stages]
-    traffic: dict[str, float] = {}
-    for stage, action in zip(stages, actions, strict=True):
-        if action not in ("matmul", "vector"):
-            traffic[action] = traffic.get(action, 0.0) + stage.bytes
-    asked = sum(total for path, total in traffic.items() if path in GM_PATHS)
-    traffic["hbm"] = float(sum(k.hbm_bytes for k in result.kernels))
-    pipes = [_pipe_seconds(table, k) for table, k in zip(tables, result.kernels, strict=True)]
-    launch = float(sum(k.launch for k in result.kernels))
-    reads, fills = (float(sum(getattr(k, name) for k in result.kernels)) for name in ("l1_read_bytes", "l1_fill_bytes"))
-    together: dict[str, float] = {}
-    for kernel in pipes:
-        for pipe, seconds in kernel.items():
-            together[pipe] = together.get(pipe, 0.0) + seconds
-    return Cost(
-        shape=shape,
-        device=device.name,
-        tile=tile,
-        seconds=float(result.seconds),
-        stages=stages,
-        traffic=traffic,
-        l1_hit_rate=max(0.0, 1 - fills / reads),
-        l2_hit_rate=1 - traffic["hbm"] / asked,
-        launches=graph.launches,
-        launch_seconds=launch,
-        lower_bound=launch + sum(max(kernel.values()) for kernel in pipes),
-        upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device),
-        bound=max(together, key=together.__getitem__),
-        footprints=tuple(
-            Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(bytes_))
-            for name, bytes_ in tiling.capacities(device).items()
-        ),
-        tasks=round(float(result.kernels[0].traffic.tasks)),
-        steps=round(float(result.kernels[0].steps)),
-        cores=round(float(result.kernels[0].traffic.active)),
-        graph=str(graph),
-        chip=device,
-        overlap=options.overlap,
-    )
-
-
-def _hand_overs(tables, result: Price, device: DeviceSpec) -> float:
-    """Seconds of all hand-overs of the busiest core, one after the other."""
-    count = sum(
-        sum(s.sync for s in table.stages) * float(k.steps / k.traffic.tasks * k.traffic.waves)
-        for table, k in zip(tables, result.kernels, strict=True)
-    )
-    return count * float(device.sync_cycles / device.cube_hz)
-
-
-def _pipe_seconds(table: StageTable, k: KernelPrice) -> dict[str, float]:
-    return {pipe: sum(float(k.busy[i]) for i, s in enumerate(table.stages) if s.pipe == pipe) for pipe in table.pipes}

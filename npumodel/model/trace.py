@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
+import os
 from functools import partial
 
 import jax
@@ -13,8 +15,10 @@ import numpy as np
 from ..hardware import DeviceSpec
 from ..tile import MAX_LOOKAHEAD, TileConfig
 from ..workload import AttentionShape
-from .cost import Cost, Options, arguments, estimate, parts
+from . import chrome
+from .cost import Options, parts
 from .durations import time_constants
+from .estimate import Cost, arguments, estimate
 from .graph import compile_graph
 from .pipeline import knobs, trajectory
 from .stages import Stage, StageTable, stage_table
@@ -59,6 +63,25 @@ class Timeline:
     @property
     def shown_seconds(self) -> float:
         return max((e.end for e in self.events), default=0.0)
+
+    def table(self) -> str:
+        """The article's stage table of the whole call (see `Cost.table`)."""
+        return self.cost.table()
+
+    def save_chrome_trace(self, path: str | os.PathLike[str]) -> int:
+        """Write a Chrome trace for Perfetto, chrome://tracing or MindStudio Insight; returns the slices written.
+
+        Raises OSError if the place cannot be written; a file is never half written.
+        """
+        return chrome.write(path, [self])
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the events, one a line under a header of Event's field names; times in seconds."""
+        names = [field.name for field in dataclasses.fields(Event)]
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows([getattr(event, name) for name in names] for event in self.events)
 
 
 def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max_events: int = 20_000) -> Timeline:

@@ -174,7 +174,7 @@ def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resol
     """
     default = shrunk(shapes, device, [DEFAULT] * len(shapes))
     rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])
-    sets = [_candidates(*three) for three in zip(shapes, default, rule, strict=True)]
+    sets = [candidates(*three) for three in zip(shapes, default, rule, strict=True)]
     pairs = [(shape, tile) for shape, tiles in zip(shapes, sets, strict=True) for tile in tiles]
     many, tiles = [shape for shape, _ in pairs], stacked([tile for _, tile in pairs])
     need = needs(many, tiles, device)
@@ -185,7 +185,7 @@ def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resol
     return [_fastest(sets[i], *(x[starts[i] : starts[i + 1]] for x in (seconds, need[:, 0]))) for i in range(len(sets))]
 
 
-def _candidates(shape: AttentionShape, default: TileConfig, rule: TileConfig) -> list[TileConfig]:
+def candidates(shape: AttentionShape, default: TileConfig, rule: TileConfig) -> list[TileConfig]:
     """The default first; distinct, cut to the lengths."""
     whole = TileConfig(padded(shape.q_len), padded(shape.kv_len), buffers=1, lookahead=0)
     return list(dict.fromkeys([default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]))

@@ -172,12 +172,13 @@ def rounded(space: Space, knobs: np.ndarray) -> np.ndarray:
 
 
 def _moves() -> np.ndarray:
-    """One step along one axis, two along a block axis, and one along each of two axes at once: [m, 4]."""
-    unit = np.eye(len(KNOBS), dtype=int)
-    single = [s * unit[i] for i in range(len(KNOBS)) for s in (1, -1)]
-    double = [2 * s * unit[i] for i in range(2) for s in (1, -1)]
-    pairs = [a + b for i, a in enumerate(single) for b in single[i + 1 :] if (a + b).any() and (abs(a + b) < 2).all()]
-    return np.stack(single + double + pairs)
+    """[m, 4] steps along the axes: one along one or two of them at once; up to two along both block axes at once; three
+    and four along one block axis."""
+    grid = np.stack(np.meshgrid(*[np.arange(-4, 5)] * len(KNOBS), indexing="ij"), -1).reshape(-1, len(KNOBS))
+    size, moved = abs(grid), (grid != 0).sum(-1)
+    pair = (size.max(-1) == 1) & (moved <= 2)
+    blocks = (size[:, 2:] == 0).all(-1) & (moved > 0) & ((size.max(-1) <= 2) | (moved == 1))
+    return grid[pair | blocks]
 
 
 MOVES = _moves()
@@ -189,7 +190,7 @@ def neighbours(space: Space, points: Sequence[int]) -> np.ndarray:
 
 
 #: Points whose neighbours are tried at once.
-_KEEP = 4
+_KEEP = 8
 
 
 def polish(space: Space, price_points: Callable[[np.ndarray], bool], best: Callable[[int], Sequence[int]]):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
-from npumodel.model.cost import illegal
+from npumodel.model.estimate import illegal
 from npumodel.model.tiling import FRACTAL
 from npumodel.search.space import fitted, legal, padded, stacked
 from npumodel.tile import TileConfig
@@ -165,7 +165,7 @@ def shrunk(shapes: Sequence[AttentionShape], device: DeviceSpec, tiles: Sequence
     Raises ValueError for a shape on which nothing fits.
     """
     chosen = [fitted(tile, shape) for tile, shape in zip(tiles, shapes, strict=True)]
-    for i in np.flatnonzero(~legal(shapes, stacked(chosen), device)):
+    for i in np.flatnonzero(~legal(shapes, stacked(chosen), device)).tolist():
         steps = ladder(chosen[i], shapes[i])
         fit = legal([shapes[i]], stacked(steps), device)
         if not fit.any():

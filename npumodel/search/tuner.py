@@ -1,6 +1,7 @@
 """`tune`: find the fastest legal tile of a call, within a budget, and say how good it is.
 
-Default and rule-of-thumb tile are candidates like any other, so the result is never slower than either.
+Default, rule of thumb and the tiles that `auto` chooses from are candidates like any other, so a finished search is
+never slower than any of them (an unfinished one never slower than default and rule).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
-from npumodel.model.cost import Cost, estimate
+from npumodel.model.estimate import Cost, estimate
 from npumodel.search import gradient
+from npumodel.search.auto import candidates
 from npumodel.search.rules import default_tile, rule_tile
 from npumodel.search.space import Space, exact_seconds, fits, needs, rejected
 from npumodel.search.table import Entry, Header, TileTable
@@ -296,8 +298,8 @@ def _by_all(ledger: Ledger, seed: int) -> None:
     ledger.price(np.random.default_rng(seed).permutation(np.flatnonzero(ledger.legal)))
 
 
-def _by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> gradient.Path:
-    """Descend, round, polish. A budget of evaluations leaves a third for rounding and polish."""
+def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfig]) -> gradient.Path:
+    """Descend, round, add what `auto` would choose from, polish. A budget leaves a third for what follows the descent."""
     per_step = gradient.GRADIENT_EVALS * gradient.STARTS
     steps = int(min(gradient.STEPS, ledger.left() * 2 // (3 * per_step)))
     ledger.complete &= steps == gradient.STEPS
@@ -314,7 +316,8 @@ def _by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> gr
     path = gradient.descend(ledger.shape, ledger.device, ledger.space, starts, steps, segment, stop)
     ledger.complete &= len(path.seconds) == gradient.STEPS
     ledger.spend((len(path.seconds) - done) * per_step)
-    if ledger.price(gradient.rounded(ledger.space, path.end)):
+    seeds = [ledger.space.point(tile) for tile in candidates(ledger.shape, *anchors)]
+    if ledger.price(np.union1d(seeds, gradient.rounded(ledger.space, path.end))):
         gradient.polish(ledger.space, ledger.price, ledger.best)
     return path
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from npumodel.model.trace import Event, Timeline
+    from .trace import Event, Timeline
 
 #: Pipe of the model -> (kind of core, name of the track). Two vector units beside one cube run in step: one is shown.
 TRACKS = {
