@@ -299,7 +299,7 @@ def _by_all(ledger: Ledger, seed: int) -> None:
 
 
 def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfig]) -> gradient.Path:
-    """Descend, round, add what `auto` would choose from, polish. A budget leaves a third for what follows the descent."""
+    """Descend, round, add what `auto` chooses from, polish. A budget leaves a third for what follows the descent."""
     per_step = gradient.GRADIENT_EVALS * gradient.STARTS
     steps = int(min(gradient.STEPS, ledger.left() * 2 // (3 * per_step)))
     ledger.complete &= steps == gradient.STEPS
