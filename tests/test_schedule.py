@@ -8,10 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from npumodel.hardware import device
+from npumodel.model.cost import Options, parts
+from npumodel.model.durations import time_constants
+from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
 from npumodel.model.pipeline import TRANSIENT, fast, knobs, trajectory
 from npumodel.model.stages import stage_table
-from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD
+from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
+from npumodel.workload import AttentionShape
 
 ARCHS = ("coupled", "split", "direct")
 
@@ -121,6 +126,39 @@ def test_serial_table_is_the_sum_of_all_durations(arch):
     once = sum(d for n, d in full.items() if table.stage(n).when != "step")
     steps = sum(10 * full[n] + tail[n] for n in full if table.stage(n).when == "step")
     assert float(got.makespan) == pytest.approx(once + steps, rel=1e-5)
+
+
+def tasks_by_hand(shape, tile):
+    """(steps, whether its rows are ragged) of each q block of a head."""
+    rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
+    for first in range(0, shape.q_len, rows):
+        last = min(first + rows, shape.q_len) - 1
+        keys = min(shape.kv_len, last + shape.kv_len - shape.q_len + 1) if shape.causal else shape.kv_len
+        yield -(-max(keys, 0) // cols), last == shape.q_len - 1
+
+
+@pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
+def test_price_is_launch_plus_the_simulated_tasks(name):
+    """With one head for each core, a core works through the q blocks of its head, one after the other."""
+    dev, rng, table = device(name), np.random.default_rng(9), kernels(device(name).arch)[("qk", "softmax", "pv")]
+    kernel, options = compile_graph(False, "fused").kernels[0], Options("float16", False)
+    seconds = jax.jit(lambda p, tile, d: parts(kernel, time_constants(d, "float16"), p, tile, d, options).seconds)
+    for i in range(8):
+        q_len, kv_len, head_dim = int(rng.integers(1, 900)), int(rng.integers(1, 1500)), int(rng.choice([40, 64, 128]))
+        shape = AttentionShape(1, int(dev.cube_cores), q_len, head_dim, kv_len=kv_len, causal=bool(i % 2))
+        tile = TileConfig(16 * int(rng.integers(1, 9)), 16 * int(rng.integers(1, 9)), 1 + i % 3, i % 4)
+        d = np.asarray(seconds(*arguments(shape, tile, dev)), float)
+        full, tail = ([dict(zip([s.name for s in table.stages], x, strict=True)) for x in d[:, :, j].T] for j in (0, 1))
+        total, kv_blocks = 0.0, -(-kv_len // min(tile.block_kv, kv_len))
+        for steps, ragged in tasks_by_hand(shape, tile):
+            if steps:
+                last = (tail if steps == kv_blocks else full)[ragged]
+                sync = float(dev.sync_cycles / dev.cube_hz)
+                total += simulate(table, full[ragged], last, steps, tile.buffers, tile.lookahead, sync).makespan
+            else:  # writes zeros
+                total += full[ragged]["finalize"] + full[ragged]["store_o"]
+        cost = estimate(shape, dev, tile)
+        assert cost.seconds - cost.launch_seconds == pytest.approx(total, rel=1e-3), (shape, tile)
 
 
 def test_upstream_finds_the_feeding_computation_through_transfers():
