@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from npumodel.model import chrome
 from npumodel.model.estimate import estimate as price
 from npumodel.model.trace import timeline
 from npumodel.report_text import Priced
-from npumodel.search.table import TileTable
 from npumodel.workload import AttentionShape
 
 app = tyro.extras.SubcommandApp()
@@ -134,15 +132,14 @@ def tune(
     """
     options = {"strategy": strategy, "seed": seed, "max_evals": max_evals, "time_limit": time_limit}
     shapes, spec = [AttentionShape.parse(one) for one in shape], hardware.device(device)
-    results = []
+    texts = ["npumodel", "tune", "--shape", *shape, "--device", device, "--strategy", strategy, "--seed", str(seed)]
     for one in shapes:
         with _progress(one.label) as progress:
-            results.append(api.tune(one, spec, exhaustive=exhaustive, progress=progress, **options))
-        print(results[-1])
-    texts = ["npumodel", "tune", "--shape", *shape, "--device", device, "--strategy", strategy, "--seed", str(seed)]
-    tables = [result.table(explain=True, command=shlex.join(texts)) for result in results]
-    saved = functools.reduce(TileTable.merge, tables).save(out)
-    print(f'saved in {out} ({len(saved)} row(s) in all); tile_level="auto" reads it with NPUMODEL_TABLE_PATH={out}')
+            result = api.tune(one, spec, exhaustive=exhaustive, progress=progress, **options)
+        print(result)
+        saved = result.table(explain=True, command=shlex.join(texts)).save(out)  # at once: an interrupt loses nothing
+        print(f"saved in {out} ({len(saved)} row(s) in all)")
+    print(f'tile_level="auto" reads it with NPUMODEL_TABLE_PATH={out}')
     return 0
 
 
