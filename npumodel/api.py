@@ -96,7 +96,11 @@ def _needed(device: DeviceLike | None) -> DeviceSpec:
 
 
 def _shape(shape: ShapeLike) -> AttentionShape:
-    return AttentionShape.parse(shape) if isinstance(shape, str) else shape
+    if isinstance(shape, str):
+        return AttentionShape.parse(shape)
+    if not isinstance(shape, AttentionShape):
+        raise ValueError(f"shape: expected an AttentionShape or a text like 'B4,N32,S4096,D128', got {shape!r}")
+    return shape
 
 
 # Execute -------------------------------------------------------------------------------------------------------------
@@ -228,6 +232,8 @@ def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = Non
     options  seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
     """
     spec = _needed(device)
-    if isinstance(shape, str | AttentionShape):
+    if isinstance(shape, str | AttentionShape) or not isinstance(shape, Sequence):
         return tuner.tune(_shape(shape), spec, **options)
+    if not shape:
+        raise ValueError("shape: expected at least one, got an empty list")
     return tuner.tune([_shape(one) for one in shape], spec, **options)

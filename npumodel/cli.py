@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from npumodel import __version__
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv == ["--version"]:
         print(f"npumodel {__version__}")
         return 0
+    warnings.formatwarning = lambda message, *_, **__: f"npumodel: {message}\n"
     try:
         from npumodel import commands
 
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"npumodel: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        print("npumodel: interrupted; what was saved before stays", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # not through the interpreter's end: a compilation may still be running, and would crash it
 
 
 def _missing(error: ModuleNotFoundError) -> int:

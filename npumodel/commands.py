@@ -36,16 +36,16 @@ _ABOUT = "Price attention calls on Ascend NPUs. NAME of a device: see `npumodel 
 
 
 @app.command
-def estimate(shape: str, device: str = _DEVICE, tile: str = "auto", json: bool = False) -> int:
+def estimate(shape: str, device: str | None = None, tile: str = "auto", json: bool = False) -> int:
     """Price one call: stages, waits, bounds, where the time goes, traffic, buffers.
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive)
-        device: name or TOML file
+        device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 unfused
         json: print JSON, in SI units
     """
-    spec, asked = hardware.device(device), AttentionShape.parse(shape)
+    spec, asked = _spec(device), AttentionShape.parse(shape)
     resolved = api.resolve(asked, spec, _level(tile))
     call = Priced(price(asked, spec, resolved.tile), resolved.source)
     print(report_text.to_json(report_text.as_dict(call, breakdown=True)) if json else report_text.details(call))
@@ -56,7 +56,7 @@ def estimate(shape: str, device: str = _DEVICE, tile: str = "auto", json: bool =
 def trace(
     script: Positional[Path],
     args: Positional[tuple[str, ...]] = (),
-    device: str = _DEVICE,
+    device: str | None = None,
     tile_level: str | None = None,
     batch: int | None = None,
     heads: int | None = None,
@@ -68,14 +68,14 @@ def trace(
     Args:
         script: a Python file
         args: what the script gets, after --
-        device: name or TOML file; the script runs with it as its target
+        device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2; the script runs with it as its target
         tile_level: price all calls with this tile instead of their own
         batch: price all calls with this batch instead of their own
         heads: price all calls with this number of query heads (kv heads in proportion)
         json: print JSON, in SI units; what the script prints goes to stderr
         chrome: also write a Chrome trace, for Perfetto and MindStudio Insight (.json or .json.gz)
     """
-    spec, place = hardware.device(device), chrome and chrome.expanduser().resolve()  # the script may change folder
+    spec, place = _spec(device), chrome and chrome.expanduser().resolve()  # the script may change folder
     level = None if tile_level is None else _level(tile_level)
     with api.target(spec), contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         recording, code = record.run_script(script, args)
@@ -110,7 +110,7 @@ def _write_chrome(path: Path, calls: Sequence[Priced]):
 @app.command
 def tune(
     shape: tuple[str, ...],
-    device: str = _DEVICE,
+    device: str | None = None,
     out: Path = Path("table.json"),
     strategy: Literal["gradient", "exhaustive"] = "gradient",
     seed: int = 0,
@@ -122,7 +122,7 @@ def tune(
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive); several, if wanted
-        device: name or TOML file
+        device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         out: the table; rows that are there are kept, or renewed if it is the same call on the same device
         strategy: how to search
         seed: of the starting points
@@ -131,8 +131,9 @@ def tune(
         exhaustive: also price the whole space, to know the gap to its optimum
     """
     options = {"strategy": strategy, "seed": seed, "max_evals": max_evals, "time_limit": time_limit}
-    shapes, spec = [AttentionShape.parse(one) for one in shape], hardware.device(device)
-    texts = ["npumodel", "tune", "--shape", *shape, "--device", device, "--strategy", strategy, "--seed", str(seed)]
+    shapes, spec = [AttentionShape.parse(one) for one in shape], _spec(device)
+    texts = ["npumodel", "tune", "--shape", *shape, "--device", device or spec.name]
+    texts += ["--strategy", strategy, "--seed", str(seed)]
     for one in shapes:
         with _progress(one.label) as progress:
             result = api.tune(one, spec, exhaustive=exhaustive, progress=progress, **options)
@@ -183,6 +184,11 @@ def demo(out: Path = Path("npumodel-demo")) -> int:
 
     story.run(out)
     return 0
+
+
+def _spec(device: str | None) -> hardware.DeviceSpec:
+    """The device named on the command line, else that of NPUMODEL_DEVICE, else the usual one."""
+    return hardware.device(device) if device else api.current_device() or hardware.device(_DEVICE)
 
 
 def _level(text: str) -> str | int:

@@ -163,6 +163,9 @@ def _planned(call: Recorded, spec: DeviceSpec, level: Any, batch: int | None, he
 
 def resized(shape: AttentionShape, batch: int | None = None, heads: int | None = None) -> AttentionShape:
     """The shape with another batch and number of query heads; as many query heads share a kv head as before."""
+    for name, size in (("batch", batch), ("heads", heads)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {size}")
     group, heads = shape.q_heads // shape.kv_heads, heads or shape.q_heads
     if heads % group:
         raise ValueError(f"heads: expected a multiple of {group}, the query heads that share a kv head, got {heads}")

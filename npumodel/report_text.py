@@ -86,7 +86,8 @@ def dearest_first(calls: Iterable[Priced]) -> list[Priced]:
 def details(call: Priced) -> str:
     """The long form of one price: the table, bounds, breakdown, traffic and buffers."""
     cost = call.cost
-    bounds = f"between {units.milliseconds(cost.lower_bound)} (busiest pipe) and {units.milliseconds(cost.upper_bound)}"
+    low, high = units.milliseconds(cost.lower_bound), units.milliseconds(cost.upper_bound)
+    bounds = f"between {low} (busiest pipe and launches) and {high}"
     plan = f"{cost.tasks} tasks on {cost.cores} cores, {cost.steps} steps, {cost.launches} launch(es)"
     lines = [table(call), f"bound by {cost.bound}; {bounds} (nothing overlapped)", plan, ""]
     lines += ["where the time goes (constant x gradient):", *_shares(cost.breakdown, cost.seconds), ""]

@@ -290,7 +290,9 @@ def test_budgets(strategy):
     for budget in ({"max_evals": 1}, {"max_evals": 400}, {"time_limit": 1e-6}):
         r = tune(SMALL, B2, strategy=strategy, **budget)
         assert not r.complete and r.seconds <= r.default.seconds
-        assert r.evals <= max(2, budget.get("max_evals", 400 if strategy == "exhaustive" else 1000))
+        auto_tile = space.stacked([resolve(SMALL, B2).tile])
+        assert r.seconds <= r.auto.seconds == space.exact_seconds([SMALL], auto_tile, B2)[0]
+        assert r.evals <= max(30, budget.get("max_evals", 430 if strategy == "exhaustive" else 1030))
     enough = tune(SMALL, B2, strategy=strategy, max_evals=10**6, time_limit=1000)
     assert enough.complete and enough.tile == tune(SMALL, B2, strategy=strategy).tile
 

@@ -76,14 +76,14 @@ class Cost:
     """What one call costs on one device, all in SI units.
 
     seconds        total, launches included
-    stages         in program order; busy and dma_wait of the busiest core
+    stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size
     traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
     l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1
     l2_hit_rate    share of the bytes asked from global memory that L2 serves
     launches, launch_seconds
     breakdown      seconds by time constant (see `durations.TimeConstants`), by gradient, when asked for
     lower_bound    busiest pipe and launches; upper_bound: everything in a row
-    bound          the busiest pipe
+    bound          the busiest pipe, or "launch" where launches take longer than any pipe works
     footprints     per buffer, the largest over the kernels
     """
 
@@ -239,7 +239,7 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         launch_seconds=launch,
         lower_bound=launch + sum(max(kernel.values()) for kernel in pipes),
         upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device),
-        bound=max(together, key=together.__getitem__),
+        bound=max(together, key=together.__getitem__) if max(together.values()) > launch else "launch",
         footprints=tuple(
             Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(bytes_))
             for name, bytes_ in tiling.capacities(device).items()

@@ -1,7 +1,7 @@
 """`tune`: find the fastest legal tile of a call, within a budget, and say how good it is.
 
-Default, rule of thumb and the tiles that `auto` chooses from are candidates like any other, so a finished search is
-never slower than any of them (an unfinished one never slower than default and rule).
+Default, rule of thumb and the tiles that `auto` chooses from are priced first, whatever the budget, so the result is
+never slower than any of them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class TuneResult:
 
     tile, seconds   the best candidate; ties: smaller cost, then fewer bytes of L1, then smaller block_q, block_kv, ...
     default, rule   the default tile and the rule of thumb's, both legal
+    auto            what tile_level="auto" takes without a table; the result is never slower than these three
     runner_up       the second-best candidate (None if there was only one)
     evals           prices computed; one with its gradient counts as 3
     space_size      points of the space; rejected: how many each buffer refuses (a point may be refused by several)
@@ -65,6 +66,7 @@ class TuneResult:
     seconds: float
     default: Priced
     rule: Priced
+    auto: Priced
     runner_up: Priced | None
     evals: int
     space_size: int
@@ -101,12 +103,14 @@ class TuneResult:
         return _table([self], explain, command)
 
     def __str__(self) -> str:
-        rows = [("default", *self.default), ("rule of thumb", *self.rule), ("learned", self.tile, self.seconds)]
+        named = {"default": self.default, "rule of thumb": self.rule, "auto, no table": self.auto}
+        rows = [(name, tile, seconds) for name, (tile, seconds) in named.items()]
+        rows.append(("learned", self.tile, self.seconds))
         width = max(len(tile.label) for _, tile, _ in rows)
         lines = [f"{self.shape.label} on {self.device.name or 'this device'}"]
         for name, tile, seconds in rows:
             gain = self.default.seconds / seconds
-            lines.append(f"  {name:<13}  {tile.label:<{width}}  {seconds * 1e3:>10.4f} ms  {gain:5.2f}x")
+            lines.append(f"  {name:<14}  {tile.label:<{width}}  {seconds * 1e3:>10.4f} ms  {gain:5.2f}x")
         notes = [] if self.gap is None else [f"gap to the exhaustive optimum {self.gap * 100:.2f} %"]
         notes += [f"{self.evals:,} evaluations ({self.space_size:,} points)", f"{self.elapsed:.2f} s"]
         notes += [] if self.complete else ["not finished: the budget ran out"]
@@ -237,7 +241,7 @@ def tune(shape, device, **options):
     progress    called as progress(evaluations done, expected, best seconds so far)
     exhaustive  also price the whole space, for `gap`; outside the budget
 
-    A budget that runs out gives the best tile so far, `complete=False`; default and rule are always priced.
+    A budget that runs out gives the best tile so far, `complete=False`; what "auto" chooses from is always priced.
     Raises ValueError for an unknown strategy or a bad budget, when no tile is legal (the buffer, bytes needed and
     available), and when the device does not multiply the dtype.
     """
@@ -262,7 +266,9 @@ def _tune(
     named = default_tile(shape, device), rule_tile(shape, device)
     ledger = Ledger(shape, device, max_evals, None if time_limit is None else begin + time_limit, progress)
     default, rule = (ledger.space.point(tile) for tile in named)
-    ledger.price(np.unique([default, rule]), always=True)
+    plans = np.unique([ledger.space.point(tile) for tile in candidates(shape, *named)])  # default and rule among them
+    ledger.price(plans, always=True)
+    auto = ledger.best(1)[0]  # what "auto" takes without a table
     strategy = "exhaustive" if ledger.legal.sum() <= _WHOLE else strategy
     history = _by_gradient(ledger, seed, named) if strategy == "gradient" else _by_all(ledger, seed)
     best, *others = ledger.best(2)
@@ -272,6 +278,7 @@ def _tune(
         *ledger.priced(best),
         default=ledger.priced(default),
         rule=ledger.priced(rule),
+        auto=ledger.priced(auto),
         runner_up=ledger.priced(others[0]) if others else None,
         evals=ledger.evals,
         space_size=ledger.space.size,
@@ -299,7 +306,7 @@ def _by_all(ledger: Ledger, seed: int) -> None:
 
 
 def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfig]) -> gradient.Path:
-    """Descend, round, add what `auto` chooses from, polish. A budget leaves a third for what follows the descent."""
+    """Descend, round, polish. A budget leaves a third for what follows the descent."""
     per_step = gradient.GRADIENT_EVALS * gradient.STARTS
     steps = int(min(gradient.STEPS, ledger.left() * 2 // (3 * per_step)))
     ledger.complete &= steps == gradient.STEPS
@@ -316,8 +323,7 @@ def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfi
     path = gradient.descend(ledger.shape, ledger.device, ledger.space, starts, steps, segment, stop)
     ledger.complete &= len(path.seconds) == gradient.STEPS
     ledger.spend((len(path.seconds) - done) * per_step)
-    seeds = [ledger.space.point(tile) for tile in candidates(ledger.shape, *anchors)]
-    if ledger.price(np.union1d(seeds, gradient.rounded(ledger.space, path.end))):
+    if ledger.price(gradient.rounded(ledger.space, path.end)):
         gradient.polish(ledger.space, ledger.price, ledger.best)
     return path
 
