@@ -13,6 +13,7 @@ import numpy as np
 from npumodel import units
 from npumodel.hardware import device, devices, provenance
 from npumodel.hardware.registry import CONFIDENCE
+from npumodel.model.durations import CONSTANT_TITLES
 from npumodel.model.estimate import Cost
 
 #: A stage that waits longer than this (s) has the wrong tile, says the article.
@@ -100,7 +101,8 @@ def details(call: Priced) -> str:
 
 def _shares(breakdown: dict[str, float], total: float) -> list[str]:
     largest = sorted(breakdown.items(), key=lambda item: -item[1])
-    return _columns((name, units.seconds(value), units.percent(value / total)) for name, value in largest)
+    rows = ((CONSTANT_TITLES[name], units.seconds(value), units.percent(value / total)) for name, value in largest)
+    return _columns(rows)
 
 
 def _columns(cells: Iterable[Sequence[str]]) -> list[str]:

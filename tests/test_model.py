@@ -226,7 +226,7 @@ def test_fast_and_exact_schedules_agree(name):
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_timeline_ends_when_the_price_says(name):
+def test_timeline_ends_when_the_price_says(name, tmp_path):
     dev = device(name)
     for shape, tile in (
         (AttentionShape(2, 40, 300, 64), TileConfig(64, 64)),
@@ -244,6 +244,12 @@ def test_timeline_ends_when_the_price_says(name):
         for e in sorted(line.events, key=lambda e: (e.start, e.end)):
             assert e.start >= lanes.get(e.pipe, 0.0) - 1e-10, e
             lanes[e.pipe] = e.end
+        line.to_csv(tmp_path / "events.csv")
+        assert len((tmp_path / "events.csv").read_text().splitlines()) == 1 + len(line.events)
+        assert line.save_chrome_trace(tmp_path / "trace.json") >= len(line.events)
+        assert line.table().splitlines()[0].startswith("[MatMul(Q,K)] tensor_core: ")
+    cut_short = timeline(ARTICLE, dev, TileConfig(128, 64, 1), max_events=100)
+    assert not cut_short.complete and len(cut_short.events) <= 120
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -32,14 +32,6 @@ class Kernel:
     def kinds(self) -> tuple[str, ...]:
         return tuple(op.kind for op in self.ops)
 
-    def produced(self, tensor: str) -> Op | None:
-        """The op of this kernel that makes `tensor`, or None when it comes from global memory."""
-        return next((op for op in self.ops if op.output == tensor), None)
-
-    def used(self, tensor: str) -> bool:
-        """Whether an op of this kernel reads `tensor`."""
-        return any(tensor in op.inputs for op in self.ops)
-
 
 @dataclasses.dataclass(frozen=True)
 class Graph:

@@ -81,6 +81,7 @@ class Blocks(NamedTuple):
     late_phase: Any
 
 
+#: Late q blocks whose phase is looked at. Only the part of their time that is off the straight line depends on it.
 _SAMPLES = 24
 
 

@@ -97,17 +97,19 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     clock, complete = 0.0, True
     tasks = list(_core_tasks(shape, tile, cost))
     for number, kernel in enumerate(kernels):
+        table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
         for task, (steps, ragged) in enumerate(tasks):
-            if len(events) >= max_events * (number + 1) / len(kernels):
-                complete = False
+            shown = min(steps, max(1, max_events // len(table.stages)))
+            room = max_events * (number + 1) / len(kernels) - len(events)
+            full = task > 0 and shown * len(table.stages) > room
+            complete &= shown == steps and not full
+            if full:
                 break
             clock += per_task
-            table = stage_table(kernel, device.arch)
-            runs = _task_events(args, options, tile, table, number, steps, ragged, max_events)
-            complete &= steps <= max_events
+            runs = _task_events(args, options, tile, table, number, steps, ragged, shown)
             events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
-            clock = max([e.end for e in events], default=clock)
+            clock += max((e.end for e in runs), default=0.0)
     return Timeline(cost, tuple(events), complete)
 
 
@@ -136,9 +138,8 @@ def _task(p: Problem, tile: TileConfig, d: DeviceSpec, steps, row, options: Opti
     return full, tail, ends, waits, cut.bytes[:, row]
 
 
-def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, most):
-    """[Event] of one task, from its own start."""
-    shown = min(steps, max(1, most // len(table.stages)))
+def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, shown):
+    """[Event] of the first `shown` steps of one task, from its own start."""
     slots = _SLOTS * math.ceil((steps + MAX_LOOKAHEAD) / _SLOTS)
     full, tail, ends, waits, moved = jax.device_get(_task(*args, float(steps), int(ragged), options, kernel, slots))
     number = {s.name: i for i, s in enumerate(table.stages)}
