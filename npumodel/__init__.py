@@ -1,6 +1,7 @@
 """npumodel: execute FlashAttention in JAX, price the same plan on an Ascend NPU, and differentiate the price."""
 
 from .api import estimate, flash_attention, target, trace, tune
+from .attention import merge
 from .hardware import DeviceSpec, device, devices
 from .model.estimate import Cost
 from .search.table import TileTable, use_table
@@ -19,6 +20,7 @@ __all__ = [
     "devices",
     "estimate",
     "flash_attention",
+    "merge",
     "target",
     "trace",
     "tune",

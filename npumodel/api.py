@@ -18,8 +18,8 @@ import jax
 from jax.core import Tracer
 
 from npumodel import hardware
-from npumodel.attention import blocked_attention, check_attention
-from npumodel.hardware import DeviceSpec
+from npumodel.attention import Arguments, blocked
+from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model import estimate as model_estimate
 from npumodel.model.estimate import Cost
 from npumodel.search import auto, tuner
@@ -109,11 +109,12 @@ def _shape(shape: ShapeLike) -> AttentionShape:
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One execution of `flash_attention`: its shape (under vmap: of one example), its tile, the device planned for
-    (None: the host)."""
+    (None: the host), and the arguments that its price leaves out ("window", "dropout", ...)."""
 
     shape: AttentionShape
     resolved: Resolved
     device_name: str | None
+    unpriced: tuple[str, ...] = ()
 
 
 #: Called with a `Call` at every execution of `flash_attention`. Append before the caller's functions are traced: a
@@ -138,7 +139,7 @@ def _report(call: Call, traced: bool):
         _notify(call)
 
 
-_blocked = jax.jit(blocked_attention, static_argnames=("is_causal", "block_q", "block_kv"))
+_blocked = jax.jit(blocked, static_argnames=("block_q", "block_kv", "backward_blocks"))
 
 
 def flash_attention(
@@ -147,43 +148,94 @@ def flash_attention(
     v: Any,
     attn_mask: Any = None,
     *,
+    bias: Any = None,
     is_causal: bool = False,
+    causal_offset: Any = None,
+    window: Any = None,
     scale: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    cu_q_lengths: Any = None,
+    cu_kv_lengths: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    p_dtype: Any = None,
+    layout: str = "BNSD",
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    return_lse: bool = False,
     tile_level: Any = "auto",
     device: DeviceLike | None = None,
-) -> jax.Array:
-    """softmax(scale * q k^T + mask) v, in the blocks of the plan for `device`: [B, N, Sq, Dv] in q's dtype.
+) -> Any:
+    """softmax(scale * q k^T + masks) v, in the blocks of the plan for `device`: [B, N, Sq, Dv] in q's dtype.
 
-    q [B, N, Sq, D], k [B, Nkv, Skv, D], v [B, Nkv, Skv, Dv]: float32, float16 or bfloat16, summed in float32.
-    attn_mask   bool (True takes part) or floats to add, [1/B, 1/N, 1/Sq, 1/Skv] or [Sq, Skv]
+    q [B, N, Sq, D], k [B, Nkv, Skv, D], v [B, Nkv, Skv, Dv]: float32, float16 or bfloat16, summed in float32. Other
+    layouts: BSND, BSH and SBH (with q_heads, kv_heads), and TND with cu_q_lengths.
+    attn_mask   bool (True takes part) or floats to add, [1/B, 1/N, 1/Sq, 1/Skv] or [Sq, Skv]; bias: floats to add
     is_causal   query i sees keys j <= i + Skv - Sq (bottom-right aligned); a row that sees no key gives 0
     scale       1 / sqrt(D) by default
     tile_level  "auto" | "small" | "large" | number of parts | (parts_q, parts_kv) | "128x512" | TileConfig;
                 `search.auto` has the order in which "auto" looks for a tile
     device      whose plan is executed, whatever backend runs it; see the module for the default
 
+    `attention.Arguments` says what each of the others means, and what the odd cases give. return_lse=True returns
+    (output, log sum exp), which `merge` takes.
+
     The tile is resolved while tracing, so this works inside the caller's jit, vmap and scan, and compiles again only
-    when shape, dtype or block sizes change. Not differentiable yet.
+    when shapes, dtype, kinds of arguments or block sizes change. Differentiable in reverse mode (grad, vjp, jacrev) by
+    q, k, v, bias, additive attn_mask, sinks and scale, with memory O(Sq + Skv); forward mode (jvp) raises TypeError.
 
     Raises ValueError ("expected ..., got ...", with the cure) for arguments that do not fit together, a level that is
     none, a tile that does not fit on the device, a dtype that the device does not multiply.
     """
-    shape = check_attention(q, k, v, attn_mask, is_causal, scale)
+    arguments = Arguments(
+        q=q,
+        k=k,
+        v=v,
+        attn_mask=attn_mask,
+        bias=bias,
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        cu_q_lengths=cu_q_lengths,
+        cu_kv_lengths=cu_kv_lengths,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        p_dtype=p_dtype,
+        layout=layout,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        return_lse=return_lse,
+    )
+    shape = arguments.check()
     spec = _chosen(device)
     if shape is None:  # nothing to compute
-        return blocked_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale, block_q=1, block_kv=1)
-    resolved = _resolve_now(shape, spec, tile_level)
+        return _blocked(arguments.plain(), block_q=512, block_kv=512)
+    resolved = _resolve_now(shape, spec, tile_level, arguments.skips)
     if listeners:
-        traced = any(isinstance(x, Tracer) for x in (q, k, v, attn_mask, scale))
-        _report(Call(shape, resolved, None if spec is None else spec.name), traced)
-    block_q, block_kv = min(resolved.tile.block_q, shape.q_len), min(resolved.tile.block_kv, shape.kv_len)
-    return _blocked(q, k, v, attn_mask, is_causal=bool(is_causal), scale=scale, block_q=block_q, block_kv=block_kv)
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
+        _report(Call(shape, resolved, None if spec is None else spec.name, arguments.unpriced), traced)
+    lengths, tile = (shape.q_len, shape.kv_len), resolved.tile
+    block_q, block_kv = map(min, (tile.block_q, tile.block_kv), lengths)
+    backward = tuple(map(min, HOST.backward, lengths)) if resolved.source == "auto: host" else (block_q, block_kv)
+    return _blocked(arguments.plain(), block_q=block_q, block_kv=block_kv, backward_blocks=backward)
 
 
-def _resolve_now(shape: AttentionShape, spec: DeviceSpec | None, tile_level: Any) -> Resolved:
+def _resolve_now(shape: AttentionShape, spec: DeviceSpec | None, tile_level: Any, skips: bool) -> Resolved:
     """Resolve outside of any trace that is going on: the model runs now, on plain numbers."""
     with jax.ensure_compile_time_eval():
-        return auto.resolve(shape, spec, tile_level)
+        return auto.resolve(shape, spec, tile_level, skips=skips)
 
 
 # Price ---------------------------------------------------------------------------------------------------------------

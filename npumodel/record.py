@@ -26,19 +26,20 @@ from npumodel.workload import AttentionShape
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """One distinct call: its shape (with dtype and mask), the tile and who chose it, how often, and the name of the
-    device that it was planned for (None: the host)."""
+    """One distinct call: its shape (with dtype and mask), the tile and who chose it, how often, the name of the device
+    that it was planned for (None: the host), and the arguments that a price leaves out."""
 
     shape: AttentionShape
     tile: TileConfig
     source: str
     device: str | None
     count: int = 1
+    unpriced: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> tuple[AttentionShape, TileConfig, str | None]:
+    def identity(self) -> tuple:
         """What tells it from other calls."""
-        return self.shape, self.tile, self.device
+        return self.shape, self.tile, self.device, self.unpriced
 
 
 class Recording:
@@ -56,7 +57,8 @@ class Recording:
 
     def heard(self, call: api.Call):
         """A listener of `api`."""
-        self.add(Recorded(call.shape, call.resolved.tile, call.resolved.source, call.device_name))
+        tile, source = call.resolved.tile, call.resolved.source
+        self.add(Recorded(call.shape, tile, source, call.device_name, unpriced=call.unpriced))
 
     @property
     def calls(self) -> list[Recorded]:
@@ -158,7 +160,7 @@ def _planned(call: Recorded, spec: DeviceSpec, level: Any, batch: int | None, he
     if level is None:
         return dataclasses.replace(call, shape=shape, device=device)
     found = api.resolve(shape, spec_of(device, spec), level)
-    return Recorded(shape, found.tile, found.source, device, call.count)
+    return dataclasses.replace(call, shape=shape, tile=found.tile, source=found.source, device=device)
 
 
 def resized(shape: AttentionShape, batch: int | None = None, heads: int | None = None) -> AttentionShape:
@@ -180,7 +182,7 @@ def spec_of(name: str, spec: DeviceSpec) -> DeviceSpec:
 def _price(call: Recorded, spec: DeviceSpec) -> Priced:
     spec = spec_of(call.device or spec.name, spec)
     cost = estimate(call.shape, spec, call.tile)
-    result = Priced(cost, call.source, call.count)
+    result = Priced(cost, call.source, call.count, unpriced=call.unpriced)
     return dataclasses.replace(result, better=_better(cost, spec)) if warnings(result) else result
 
 

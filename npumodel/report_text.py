@@ -22,12 +22,14 @@ WAIT_LIMIT = 0.5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Priced:
-    """One call of a program and its price; `source` says who chose the tile, `better` is a cheaper tile's price."""
+    """One call of a program and its price; `source` says who chose the tile, `better` is a cheaper tile's price, and
+    `unpriced` names arguments of the call that the price leaves out."""
 
     cost: Cost
     source: str
     count: int = 1
     better: Cost | None = None
+    unpriced: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -44,7 +46,8 @@ def table(call: Priced) -> str:
         f"L1 miss rate {units.percent(1 - cost.l1_hit_rate)}",
         f"count {call.count}",
     ]
-    return "\n".join([header(call), cost.table(), " | ".join(parts), *warnings(call)])
+    notes = [f"note: the price leaves out {', '.join(call.unpriced)}"] if call.unpriced else []
+    return "\n".join([header(call), cost.table(), " | ".join(parts), *warnings(call), *notes])
 
 
 def header(call: Priced) -> str:
@@ -158,6 +161,7 @@ def as_dict(call: Priced, breakdown: bool = False) -> dict[str, Any]:
         "count": call.count,
         "ops": [_plain(row) for row in cost.rows],
         "warnings": warnings(call),
+        "unpriced": list(call.unpriced),
         "better": call.better and {"tile": _plain(call.better.tile), "seconds": call.better.seconds},
         **({"breakdown": cost.breakdown} if breakdown else {}),
     }

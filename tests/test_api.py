@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npumodel import api
-from npumodel.attention import reference_attention
+from npumodel.attention import Arguments, reference_attention
 from npumodel.hardware import device
 from npumodel.search.auto import Resolved
 from npumodel.search.table import use_table
@@ -105,6 +105,17 @@ def test_wrong_arguments():
         api.flash_attention(*qkv(length=3000, heads=2), tile_level=1, device="ascend910b2")
 
 
+def test_the_host_cuts_finer_where_blocks_can_be_skipped():
+    def blocks(**options):
+        arguments = Arguments(*qkv(length=1000), **options)
+        return api._resolve_now(arguments.check(), None, "auto", arguments.skips).tile
+
+    assert blocks() == TileConfig(512, 512)
+    some = dict(is_causal=True), dict(window=(9, None)), dict(kv_lengths=[5]), dict(q_segment_ids=[[0] * 1000])
+    for options in some:
+        assert blocks(**options) == TileConfig(256, 256)
+
+
 # Listeners -----------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +125,13 @@ def test_eager_calls_are_heard_once_each(heard):
     api.flash_attention(Q, K, V, tile_level="small", device="910A")
     host = api.Call(SHAPE, Resolved(TileConfig(80, 80), "auto: host"), None)
     assert heard == [host] * 3 + [api.Call(SHAPE, Resolved(TileConfig(32, 32), "level: small"), "ascend910a")]
+
+
+def test_what_has_no_price_is_heard(heard):
+    api.flash_attention(Q, K, V, window=(9, 0), is_causal=True, softcap=5.0, bias=jnp.zeros((70, 70)))
+    api.flash_attention(Q, K, V, dropout_rate=0.5, dropout_key=jax.random.key(0), kv_lengths=[60])
+    assert [call.unpriced for call in heard] == [("window", "softcap"), ("kv_lengths", "dropout")]
+    assert heard[0].shape == AttentionShape(1, 4, 70, 16, kv_heads=2, dtype="float32", causal=True, mask="additive")
 
 
 def test_jitted_calls_are_heard_at_every_execution(heard):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import npumodel as npu
-from npumodel import api, record
+from npumodel import api, record, report_text
 
 SETUP = """
 import jax, jax.numpy as jnp
@@ -51,6 +51,19 @@ def test_eager_and_jitted_calls_are_counted_once_per_distinct_call(run):
     ]
     assert {call.device for call in calls} == {"ascend910b2"}
     assert all(call.source for call in calls)
+
+
+def test_what_a_price_leaves_out_tells_calls_apart_and_is_said(run):
+    calls, _ = run("""
+        npu.flash_attention(*qkv(64))
+        npu.flash_attention(*qkv(64), window=(9, 0), softcap=3.0)
+        npu.flash_attention(*qkv(64), window=(8, 0), softcap=3.0)
+    """)
+    assert [(call.count, call.unpriced) for call in calls] == [(1, ()), (2, ("window", "softcap"))]
+    prices = record.priced(calls, npu.device("ascend910b2"))
+    assert "price leaves out" not in report_text.table(prices[0])
+    assert report_text.table(prices[1]).endswith("note: the price leaves out window, softcap")
+    assert report_text.as_dict(prices[1])["unpriced"] == ["window", "softcap"]
 
 
 def test_tiles_tell_calls_apart(run):

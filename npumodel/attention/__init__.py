@@ -1,7 +1,8 @@
 """What is executed: the numerics of attention, plain and blocked."""
 
-from npumodel.attention.check import check_attention
-from npumodel.attention.forward import blocked_attention
+from npumodel.attention.arguments import Arguments
+from npumodel.attention.attend import blocked, blocked_attention
+from npumodel.attention.merge import merge
 from npumodel.attention.reference import reference_attention
 
-__all__ = ["blocked_attention", "check_attention", "reference_attention"]
+__all__ = ["Arguments", "blocked", "blocked_attention", "merge", "reference_attention"]

@@ -8,63 +8,78 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from npumodel.attention.check import check_attention
+from npumodel.attention.arguments import Arguments
+from npumodel.attention.call import Call, empty, finished, prepared
+from npumodel.attention.dropout import kept
+from npumodel.attention.tiles import capped, with_odd
 
 
-def reference_attention(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: bool = False, scale: Any = None
-) -> jax.Array:
-    """softmax(scale * q k^T + mask) v, with every score in memory: O(Sq * Skv).
+def reference_attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options) -> Any:
+    """softmax(scale * q k^T + masks) v, with every score in memory: O(Sq * Skv), differentiable both ways.
 
-    q [B, N, Sq, D], k [B, Nkv, Skv, D], v [B, Nkv, Skv, Dv] -> [B, N, Sq, Dv] in q's dtype; float32 inside (float64
-    for float64). The meaning of every argument and of every odd case is that of `forward.blocked_attention`.
-
-    Raises ValueError as `check.check_attention` does.
+    Arguments, results and errors are those of `attend.blocked_attention`, without its blocks; the weights are not
+    rounded (p_dtype has no effect).
     """
-    check_attention(q, k, v, attn_mask, is_causal, scale)
-    dtype = q.dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
-    group = q.shape[1] // max(k.shape[1], 1)
-    q = jnp.asarray(q, wide)
-    k, v = (jnp.repeat(jnp.asarray(x, wide), group, axis=1) for x in (k, v))
-    scale = q.shape[3] ** -0.5 if scale is None else jnp.asarray(scale, wide)
-
-    added, allowed = _masks(attn_mask, is_causal, (*q.shape[:3], k.shape[2]), wide)
-    scores = jnp.einsum("bnqd,bnkd->bnqk", q, k, precision=lax.Precision.HIGHEST) * scale + added
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    return _average(_softmax(scores), v, allowed).astype(dtype)
+    arguments = Arguments(q, k, v, attn_mask, **options)
+    arguments.check()
+    size = arguments.sizes
+    if size.empty:
+        return empty(arguments, size)
+    return finished(*_attend(prepared(arguments, size)), arguments, size)
 
 
-def _masks(attn_mask: Any, is_causal: bool, full: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """What is added to a score, and whether it takes part at all; both [B, N, Sq, Skv]."""
-    added, allowed = jnp.zeros(full, dtype), jnp.ones(full, bool)
-    if is_causal:
-        allowed &= jnp.tril(jnp.ones(full[2:], bool), k=full[3] - full[2])[None, None]
-    if attn_mask is None:
-        return added, allowed
-    mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask
-    if mask.dtype == bool:
-        return added, allowed & mask
-    lowest = jnp.finfo(dtype).min
-    floored = mask.clip(min=float(lowest)) if mask.dtype == "float64" else mask
-    return added + jnp.asarray(floored, dtype), allowed & (mask != -jnp.inf)
+def _attend(call: Call) -> tuple[jax.Array, jax.Array]:
+    """The output [B, H, G, Sq, E] and the LSE [B, H, G, Sq], both in the wide dtype."""
+    (q, k, v, _, sinks), context, wide = call.inputs, call.context, call.wide
+    origin, full = (0,) * 5, (*q.shape[:4], k.shape[2])
+    tile = call.sees.tile(origin, full, 0)
+    scores = _scores(q, k.astype(wide))
+    scores, _ = capped(context.softcap, 0, full[0], scores)
+    allowed = jnp.broadcast_to(tile.allowed, full)
+    scores = tile.apply(scores)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[..., None, None], (*full[:4], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights, lse = _softmax(scores)
+    weights = jnp.where(allowed, weights[..., : full[4]], 0)
+    if context.dropout is not None:
+        weights = weights * kept(context.dropout, origin, full)
+    v = v.astype(wide)
+    out = _average(weights, _finite(v))
+    return out + lax.stop_gradient(with_odd(_average, out, weights, v, allowed) - out), lse
 
 
-def _softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis; a row of only -inf gives 0."""
-    peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0, peak))
+@jax.custom_jvp
+def _finite(x: jax.Array) -> jax.Array:
+    """x with 0 for NaN and Inf, but with the gradient of x."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+_finite.defjvp(lambda primals, tangents: (_finite(*primals), *tangents))
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q k^T, in whose gradients a NaN or Inf of q or k reaches only what it takes part in."""
+
+    def product(q, k):
+        return jnp.einsum("bhgqd,bhkd->bhgqk", q, k, precision=lax.Precision.HIGHEST)
+
+    q_fine, k_fine = jnp.isfinite(q).all(-1, keepdims=True), jnp.isfinite(k).all(-1, keepdims=True)
+    fine = q_fine & jnp.moveaxis(k_fine, -2, -1)[:, :, None]
+    finite = product(jnp.where(q_fine, q, 0), jnp.where(k_fine, k, 0))
+    return jnp.where(fine, finite, lax.stop_gradient(product(q, k)))
+
+
+def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the last axis, and its log sum exp; a row of only -inf gives 0 and -inf."""
+    peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    shift = jnp.where(peak == -jnp.inf, 0, peak)
+    weights = jnp.exp(scores - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    safe = jnp.where(total == 0, 1, total)
+    lse = jnp.where(total == 0, -jnp.inf, shift + jnp.log(safe))
+    return weights / safe, lse[..., 0]
 
 
-def _average(weights: jax.Array, v: jax.Array, allowed: jax.Array) -> jax.Array:
-    """weights @ v, where a NaN or Inf in v reaches only the queries that are allowed to see it."""
-
-    def product(a, b):
-        return jnp.einsum("bnqk,bnke->bnqe", a.astype(v.dtype), b.astype(v.dtype), precision=lax.Precision.HIGHEST)
-
-    out = product(weights, jnp.where(jnp.isfinite(v), v, 0))
-    for value in (jnp.inf, -jnp.inf):
-        out += jnp.where(product(allowed, v == value) > 0, value, 0)
-    return jnp.where(product(allowed, jnp.isnan(v)) > 0, jnp.nan, out)
+def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bhgqk,bhke->bhgqe", weights, v, precision=lax.Precision.HIGHEST)

@@ -3,7 +3,7 @@
 1. An explicit tile: a TileConfig, or a text such as "128x512".                              source "explicit"
 2. A named level ("small", "large"), a number of parts, or a pair (parts_q, parts_kv).       "level: ..."
    1 and 2 are used as they are; on a device, one that does not fit raises the model's ValueError.
-3. "auto" without a device (the host executes): 512 x 512, cut to the lengths, no pricing.   "auto: host"
+3. "auto" without a device: the blocks of the host's spec, cut to the lengths, no pricing.   "auto: host"
 4. "auto", a row of the active tables with this very key: tables in order.                   "auto: table"
 5. "auto", rows of the same power-of-two bucket: tables in order, nearest row first; not     "auto: bucket"
    used when the model says that the default tile is faster.
@@ -25,14 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from npumodel.hardware import DeviceSpec
+from npumodel.hardware import HOST, DeviceSpec
 from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
 from npumodel.search.space import KNOBS, exact_seconds, fits, fitted, legal, needs, padded, stacked
 from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
-
-HOST = TileConfig(512, 512)
 
 #: (block_q, block_kv, buffers, lookahead) that the model chooses from, beside the default, the rule and one tile for
 #: the whole call: picked greedily from 847, each time the one that most lowered the mean log of seconds / optimum over
@@ -62,9 +60,15 @@ _MANY = 8192
 
 
 def resolve(
-    shape: AttentionShape, device: DeviceSpec | None, tile_level: Any = "auto", policy: str | None = None
+    shape: AttentionShape,
+    device: DeviceSpec | None,
+    tile_level: Any = "auto",
+    policy: str | None = None,
+    skips: bool = False,
 ) -> Resolved:
     """The tile of one call. device None: the host executes and nothing is priced.
+
+    skips: whether something besides `shape.causal` leaves whole blocks unseen (a window, lengths); for the host.
 
     policy ("auto", "rule" or "default"): who picks the tile when tile_level is "auto". Repeated calls are answered
     from a cache, as long as the device's numbers and the active tables are the same.
@@ -73,10 +77,10 @@ def resolve(
     device does not multiply.
     """
     tables = active_tables() if isinstance(tile_level, str) and tile_level == "auto" else []
-    key = (shape, _fingerprint(device), _hashable(tile_level), policy, *map(id, tables))
+    key = (shape, _fingerprint(device), _hashable(tile_level), policy, skips, *map(id, tables))
     known = _resolved.get(key)
     if known is None:
-        known = (_resolve(shape, device, tile_level, policy, tables), tables)
+        known = (_resolve(shape, device, tile_level, policy, skips, tables), tables)
         _keep(_resolved, key, known)
     return known[0]
 
@@ -108,13 +112,13 @@ def _hashable(level: Any) -> Hashable:
     return (type(level), level, *(map(type, level) if isinstance(level, tuple) else ()))
 
 
-def _resolve(shape, device, tile_level, policy, tables) -> Resolved:
+def _resolve(shape, device, tile_level, policy, skips, tables) -> Resolved:
     if policy not in (None, *POLICIES):
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
     if not (isinstance(tile_level, str) and tile_level == "auto"):
         return _explicit(shape, device, tile_level, policy)
     if device is None:
-        return Resolved(fitted(HOST, shape), "auto: host")
+        return Resolved(fitted(TileConfig(*HOST.forward(skips or shape.causal)), shape), "auto: host")
     if policy in ("rule", "default"):
         return Resolved(policy_tile(policy, shape, device), f"policy: {policy}")
     return _from_tables(shape, device, tables) or by_model([shape], device)[0]

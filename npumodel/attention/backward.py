@@ -1,0 +1,149 @@
+"""The gradient of blocked attention: the forward's tasks and kv blocks again, with the weights recomputed.
+
+With the peak m and total l of each query's softmax, p = e^(s - m), the output's cotangent dO, g = dO / l, and
+delta = (sum_e dO o - dLSE) / l (Dao 2023, section 3.2, there with the LSE, m + log l; apart they lose no digits where
+scores are large):
+
+    dV += p^T g      dP = g v^T      dS = p (dP - delta)      dbias += dS      dQ += dS k      dK += dS^T q
+
+A softcap multiplies dS by 1 - tanh^2 after dbias; dropout multiplies p in dV, and dP. Tiles are [b, h, k, g, q], keys
+first, and dQ is summed as [.., d, .., q]: so no product contracts the first axis of a large left side, which XLA does
+at half speed on CPU (queries first: 1.5 times the time). What a query block adds to dK and dV goes straight into the
+whole arrays, so nothing is stored per block. Axis letters as in `forward`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from npumodel.attention.call import Call, Inputs
+from npumodel.attention.dropout import kept
+from npumodel.attention.forward import Result, rounded
+from npumodel.attention.masks import add_at
+from npumodel.attention.tiles import Grid, Plan, capped, grid, like, seen_product, visit
+
+
+class Cotangents(NamedTuple):
+    """Of the output, [B, H, G, Sq, E], and of the LSE, [B, H, G, Sq]."""
+
+    out: jax.Array
+    lse: jax.Array
+
+
+class Sums(NamedTuple):
+    """Gradients so far, in the wide dtype: of keys and values whole, of the biases that want one (else None)."""
+
+    k: jax.Array
+    v: jax.Array
+    added: tuple[jax.Array | None, ...]
+
+
+class Rows(NamedTuple):
+    """What a task knows about its queries, all 0 where a query sees no key or belongs to the task before.
+
+    query [b, h, g, q, d], d_out (g above) [b, h, g, q, e]; delta and peak [b, h, 1, g, q], the peak +inf there: p = 0.
+    """
+
+    query: jax.Array
+    d_out: jax.Array
+    delta: jax.Array
+    peak: jax.Array
+
+
+def backward(plan: Plan, call: Call, result: Result, cotangents: Cotangents, wanted: tuple[bool, ...]) -> Inputs:
+    """The gradients, each in its argument's dtype. wanted: which of the biases need one (the others get None)."""
+    inputs = call.inputs
+    zeros = [like(0, x.shape, inputs.q) for x in (inputs.q, inputs.k, inputs.v)]
+    added = tuple(
+        like(0, x.shape, inputs.q) if want else None for x, want in zip(inputs.added, wanted, strict=True)
+    )
+    delta = _delta(call, result, cotangents)
+    g = grid(call, plan.backward)
+    task = partial(_task, g, plan, result, cotangents.out, delta)
+    d_q, sums = lax.fori_loop(0, g.tasks, task, (zeros[0], Sums(zeros[1], zeros[2], added)))
+    return Inputs(
+        d_q,
+        sums.k.astype(inputs.k.dtype),
+        sums.v.astype(inputs.v.dtype),
+        tuple(None if d is None else d.astype(x.dtype) for d, x in zip(sums.added, inputs.added, strict=True)),
+        None if inputs.sinks is None else _of_sinks(inputs.sinks, result, delta),
+    )
+
+
+def _delta(call: Call, result: Result, cotangents: Cotangents) -> jax.Array:
+    """delta [B, H, G, Sq]: 0 where a query sees no key, whatever its cotangent holds."""
+    out, d_out = (x.astype(call.wide) for x in (result.out, cotangents.out))
+    delta = jnp.where(out == 0, 0, d_out * out).sum(-1) - cotangents.lse
+    return jnp.where(result.total == 0, 0, delta / result.total)
+
+
+def _of_sinks(sinks: jax.Array, result: Result, delta: jax.Array) -> jax.Array:
+    """A sink has a weight, e^(sink - m), but no value: dsink = sum over batch and queries of weight * -delta."""
+    logits = sinks[..., None]
+    weight = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - jnp.where(result.total == 0, 0, result.peak)))
+    each = -(weight * jnp.where(weight == 0, 0, delta)).sum(-1)
+    return each if sinks.shape[0] == each.shape[0] else each.sum(0, keepdims=True)
+
+
+def _task(g: Grid, plan: Plan, result: Result, d_out: jax.Array, delta: jax.Array, index: Any, carry: Any) -> Any:
+    start, fresh = g.start(index)
+    rows = _rows(g, start, fresh, result, d_out, delta)
+    zero = jnp.zeros_like(jnp.moveaxis(rows.query, -1, 2))
+    d_query, sums = visit(g.steps(start), partial(step, g, plan, start, rows), (zero, carry[1]))
+    return add_at(carry[0], jnp.moveaxis(d_query, 2, -1), (*start, 0)), sums
+
+
+def _rows(g: Grid, start: Any, fresh: Any, result: Result, d_out: jax.Array, delta: jax.Array) -> Rows:
+    query, d_out, delta = (g.rows(x, start) for x in (g.call.inputs.q, d_out, delta))
+    peak, total = g.rows(result.peak, start), g.rows(result.total, start)
+    live = (total != 0) & (start[3] + jnp.arange(g.q, dtype=jnp.int32) >= fresh).reshape(1, 1, 1, -1)
+    query = jnp.where(live[..., None], query, 0)
+    d_out = jnp.where(live[..., None], d_out, 0).astype(g.call.wide) / jnp.where(live, total, 1)[..., None]
+    delta, peak = jnp.where(live, delta, 0), jnp.where(live, peak, jnp.inf)
+    return Rows(query, d_out, delta[:, :, None], peak[:, :, None])
+
+
+def step(g: Grid, plan: Plan, start: Any, rows: Rows, masked: bool, j: Any, state: Any) -> Any:
+    """One kv block: adds to the gradient of the task's queries, of the block's keys and values, of its biases."""
+    d_query, sums = state
+    key, value = g.keys(start, j)
+    scores = jnp.einsum("bhkd,bhgqd->bhkgq", key, rows.query, preferred_element_type=g.call.wide)
+    scores, slope = capped(g.call.context.softcap, start[0], g.b, scores)
+    d_weights = jnp.einsum("bhke,bhgqe->bhkgq", value, rows.d_out, preferred_element_type=g.call.wide)
+    allowed = None
+    if masked:
+        tile = g.masks(start, j, keys_first=True)
+        scores, allowed = tile.apply(scores), tile.allowed
+
+    weights = jnp.exp(scores - rows.peak)
+    used = weights
+    if g.call.context.dropout is not None:
+        keep = kept(g.call.context.dropout, (*start, g.column(j)), g.size, keys_first=True)
+        used, d_weights = weights * keep, d_weights * keep
+    d_scores = weights * (d_weights - rows.delta)
+    if allowed is not None:  # weights of 0 do not hide a NaN
+        used, d_scores = (jnp.where(allowed, x, 0) for x in (used, d_scores))
+
+    at = (start[0], start[1], g.column(j), 0)
+    at_scores = (*start, g.column(j))
+    added = tuple(
+        None if x is None else add_at(x, jnp.moveaxis(d_scores, 2, -1), at_scores) for x in sums.added
+    )
+    d_scores = d_scores * slope
+    d_value = seen_product(_of_keys, rounded(used, plan.p_dtype), rows.d_out, allowed)
+    d_key = seen_product(_of_keys, d_scores, rows.query, allowed, exact=False)
+    d_query = d_query + seen_product(_of_queries, d_scores, key, allowed, exact=False)
+    return d_query, Sums(add_at(sums.k, d_key, at), add_at(sums.v, d_value, at), added)
+
+
+def _of_keys(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.einsum("bhkgq,bhgqd->bhkd", weights, x, preferred_element_type=weights.dtype)
+
+
+def _of_queries(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.einsum("bhkd,bhkgq->bhdgq", x, weights, preferred_element_type=weights.dtype)

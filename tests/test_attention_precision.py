@@ -1,0 +1,63 @@
+"""How exact blocked attention is: no less than the same formula with every intermediate in the dtype of the inputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_checks import jitted
+
+
+def exact(q, k, v):
+    """In NumPy float64."""
+    q, k, v = (np.asarray(x).astype(np.float64)[0, 0] for x in (q, k, v))
+    scores = q @ k.T / np.sqrt(q.shape[1])
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return weights @ v / weights.sum(1, keepdims=True)
+
+
+@jax.jit
+def naive(q, k, v):
+    """Scores, softmax and weights in the dtype of the inputs; products summed in float32, as matrix units do."""
+
+    def product(equation, x, y):
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    scores = (product("bhqd,bhkd->bhqk", q, k) * q.shape[3] ** -0.5).astype(q.dtype)
+    return product("bhqk,bhkd->bhqd", jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
+
+
+def inputs_with_ties(length, dtype, peak, seed):
+    """Logits of standard deviation `peak` in which every key has a twin, about 1 apart: the softmax is a choice between
+    two, which the last digits of the logits decide, for every query and however large the logits are.
+    """
+    rng = np.random.default_rng(seed)
+    q, k, v, twin = (rng.normal(size=(1, 1, n, 80)) for n in (16, length // 2, length, length // 2))
+    k = np.concatenate([k, k + twin / peak], axis=2)
+    return tuple(jnp.asarray(x, dtype) for x in (peak * q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_blocked_attention_is_as_exact_as_naive_attention(dtype):
+    """Root mean square over queries and values, for logits from 1 to 1e4; one rounding of the output is allowed on top.
+
+    float32: naive attention scales a score after it is summed, and blocked attention scales the query before, with one
+    more rounding for each of the D products of a score; each product has one already, and the sum at least as much
+    again, so the error grows by less than sqrt(3 / 2).
+    """
+    factor = 1.05 if dtype != "float32" else 1.25
+    table = []
+    for length in (64, 1024, 8192, 65536):
+        for peak in (1.0, 30.0, 2000.0):
+            squares = []
+            for seed in range(16 if length < 65536 else 4):
+                args = inputs_with_ties(length, dtype, peak, seed)
+                want = exact(*args)
+                got = jitted(*args, block_q=16, block_kv=256), naive(*args)
+                errors = [np.asarray(x).astype(np.float64)[0, 0] - want for x in got]
+                squares.append([np.mean(x**2) for x in (*errors, want)])
+            ours, plain, size = np.sqrt(np.mean(squares, axis=0))
+            table.append((length, peak, ours, plain, ours <= factor * plain + float(jnp.finfo(dtype).eps) * size))
+    lines = ["  keys  peak     blocked       naive  within"]
+    lines += [f"{n:6} {peak:5} {ours:11.3e} {plain:11.3e}  {within}" for n, peak, ours, plain, within in table]
+    assert all(row[-1] for row in table), "\n".join(lines)  # NaN is not within either
