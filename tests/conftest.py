@@ -11,6 +11,15 @@ settings.register_profile("npumodel", deadline=None)
 settings.load_profile("npumodel")
 
 
+@pytest.fixture
+def compile_fast(request):
+    """For tests that compile many calls and use each for a few numbers. Slow tests run what users run."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not request.node.get_closest_marker("slow"))
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch):
     for name in [name for name in os.environ if name.startswith("NPUMODEL_")]:

@@ -17,6 +17,8 @@ from npumodel.attention import Arguments, blocked_attention, reference_attention
 from npumodel.attention.call import prepared
 from npumodel.attention.dropout import kept
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 blocked = partial(jitted, block_q=4, block_kv=3)
 random = partial(settings, derandomize=True, deadline=None, phases=[Phase.generate])  # a smaller example: a compilation
 

@@ -22,6 +22,8 @@ from attention_oracle import attention
 
 from npumodel.attention import blocked_attention, merge, reference_attention
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 blocked = partial(jitted, block_q=4, block_kv=3)
 BOTH = pytest.mark.parametrize("run", [blocked_attention, reference_attention], ids=["blocked", "reference"])
 ODD = pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])

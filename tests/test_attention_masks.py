@@ -20,6 +20,8 @@ from attention_oracle import attention
 
 from npumodel.attention import blocked_attention
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 blocked = partial(jitted, block_q=4, block_kv=3)
 GQA = dict(b=2, n=4, kv=2, sq=9, skv=11, d=24, dv=16)
 

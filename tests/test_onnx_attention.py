@@ -6,7 +6,6 @@ later onnx adds either passes or fails here. Left out are the variants "..._expa
 the same inputs and outputs.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx.backend.test.case.node.attention  # noqa: F401, computes the cases
@@ -132,15 +131,7 @@ def whole(mask, kv_len):
 # The tests ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Nearly all of the time is compiling, for numbers that are used once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_published_case(name):
     case = CASES[name]

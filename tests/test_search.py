@@ -401,7 +401,8 @@ def test_a_row_is_cut_to_the_lengths():
 
 
 def test_host_policy_and_level_need_no_table():
-    assert resolve(SMALL, None) == auto.Resolved(TileConfig(512, 512), "auto: host")
+    assert resolve(ARTICLE_SHAPE, None) == auto.Resolved(TileConfig(512, 512), "auto: host")
+    assert resolve(ARTICLE_SHAPE, None, skips=True) == auto.Resolved(TileConfig(256, 256), "auto: host")
     assert resolve(AttentionShape(1, 1, 20, 64, kv_len=600), None).tile == TileConfig(32, 512)
     assert resolve(ARTICLE_SHAPE, B2, policy="rule") == auto.Resolved(TileConfig(128, 128), "policy: rule")
     assert resolve(ARTICLE_SHAPE, B2, policy="default").tile == rules.DEFAULT
