@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from npumodel import hardware
 from npumodel.attention import Arguments, blocked
-from npumodel.hardware import HOST, DeviceSpec
+from npumodel.hardware import DeviceSpec
 from npumodel.model import estimate as model_estimate
 from npumodel.model.estimate import Cost
 from npumodel.search import auto, tuner
@@ -139,7 +139,7 @@ def _report(call: Call, traced: bool):
         _notify(call)
 
 
-_blocked = jax.jit(blocked, static_argnames=("block_q", "block_kv", "backward_blocks"))
+_blocked = jax.jit(blocked, static_argnames=("block_q", "block_kv"))
 
 
 def flash_attention(
@@ -226,10 +226,8 @@ def flash_attention(
     if listeners:
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
         _report(Call(shape, resolved, None if spec is None else spec.name, arguments.unpriced), traced)
-    lengths, tile = (shape.q_len, shape.kv_len), resolved.tile
-    block_q, block_kv = map(min, (tile.block_q, tile.block_kv), lengths)
-    backward = tuple(map(min, HOST.backward, lengths)) if resolved.source == "auto: host" else (block_q, block_kv)
-    return _blocked(arguments.plain(), block_q=block_q, block_kv=block_kv, backward_blocks=backward)
+    block_q, block_kv = min(resolved.tile.block_q, shape.q_len), min(resolved.tile.block_kv, shape.kv_len)
+    return _blocked(arguments.plain(), block_q=block_q, block_kv=block_kv)
 
 
 def _resolve_now(shape: AttentionShape, spec: DeviceSpec | None, tile_level: Any, skips: bool) -> Resolved:

@@ -46,7 +46,7 @@ def mask_of(kind, shape, seed=1):
     return jnp.asarray(np.where(keep, bias, -np.inf), kind)
 
 
-def results(q, k, v, *, blocks=(4, 3), backward_blocks=None, cotangents: Any = None, **options):
+def results(q, k, v, *, blocks=(4, 3), cotangents: Any = None, **options):
     """(out, lse), the cotangents, and the gradients by everything that has one: all jitted, numbers traced."""
     attention = options.pop("attention", blocked_attention)
     diff = {"q": q, "k": k, "v": v}
@@ -55,7 +55,7 @@ def results(q, k, v, *, blocks=(4, 3), backward_blocks=None, cotangents: Any = N
         del diff["attn_mask"]
     static = {name: options[name] for name in STATIC if name in options}
     if attention is blocked_attention:
-        static |= {"block_q": blocks[0], "block_kv": blocks[1], "backward_blocks": backward_blocks}
+        static |= {"block_q": blocks[0], "block_kv": blocks[1]}
     rest = {name: x for name, x in options.items() if name not in static and name not in diff and x is not None}
     rest = {name: x if name in ("window", "dropout_key") else jnp.asarray(x) for name, x in rest.items()}
     if cotangents is None:

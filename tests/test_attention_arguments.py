@@ -114,15 +114,13 @@ IDS = np.zeros((2, 8), int)
         (dict(block_q=0), r"block_q: expected a positive Python integer \(static\), got 0"),
         (dict(block_kv=2.5), r"block_kv: expected a positive Python integer \(static\), got 2.5"),
         (dict(block_kv=True), r"block_kv: expected a positive Python integer \(static\), got True"),
-        (dict(backward_blocks=(0, 4)), r"backward_blocks: expected a positive Python integer \(static\), got 0"),
-        (dict(backward_blocks=(4,)), "backward_blocks: expected"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(change, message):
     call = dict(q=X, k=X, v=X, block_q=4, block_kv=4) | change
     with pytest.raises(ValueError, match=message):
         blocked_attention(**call)
-    if not {"block_q", "block_kv", "backward_blocks"} & set(change):
+    if not {"block_q", "block_kv"} & set(change):
         del call["block_q"], call["block_kv"]
         for checked in (reference_attention, lambda **call: Arguments(**call).check()):
             with pytest.raises(ValueError, match=message):

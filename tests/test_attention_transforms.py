@@ -15,7 +15,7 @@ from npumodel.attention import backward, blocked_attention, forward, reference_a
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-blocked = partial(blocked_attention, block_q=16, block_kv=8, backward_blocks=(8, 16))
+blocked = partial(blocked_attention, block_q=16, block_kv=8)
 LENGTHS = jnp.array([20, 37, 0, 5])
 
 
@@ -285,10 +285,10 @@ def test_only_blocks_that_are_seen_are_visited_and_only_edges_masked(band, monke
     q, k, v = inputs(1, 1, 1, max(sees.shape), 4)
     q, k, v = q[:, :, : band["q_len"]], k[:, :, : band["kv_len"]], v[:, :, : band["kv_len"]]
     options = dict(is_causal=band.get("causal", False), window=band.get("window"), causal_offset=band.get("offset"))
-    attention = partial(blocked_attention, block_q=16, block_kv=8, backward_blocks=(8, 16), **options)
+    attention = partial(blocked_attention, block_q=16, block_kv=8, **options)
     assert counted(monkeypatch, lambda: attention(q, k, v)) == expected(sees, 16, 8)
     out, back = jax.vjp(attention, q, k, v)
-    assert counted(monkeypatch, lambda: back(out), backward) == expected(sees, 8, 16)
+    assert counted(monkeypatch, lambda: back(out), backward) == expected(sees, 16, 8)
 
 
 def test_padding_and_other_sequences_are_not_visited(monkeypatch):

@@ -169,13 +169,6 @@ class Arguments:
         )
 
 
-def check_blocks(name: str, blocks: Any) -> tuple[int, int]:
-    """Two block sizes. Raises ValueError as `check_block` does."""
-    if not isinstance(blocks, tuple) or len(blocks) != 2:
-        raise ValueError(f"{name}: expected a pair (block_q, block_kv), got {blocks!r}")
-    return check_block(name, blocks[0]), check_block(name, blocks[1])
-
-
 def check_block(name: str, size: Any) -> int:
     """The block size as an int. Raises ValueError unless it is a positive integer known at trace time."""
     if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:

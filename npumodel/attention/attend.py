@@ -16,29 +16,18 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from npumodel.attention.arguments import Arguments, check_block, check_blocks
+from npumodel.attention.arguments import Arguments, check_block
 from npumodel.attention.backward import Cotangents, backward
 from npumodel.attention.call import Call, Context, Inputs, empty, finished, prepared
 from npumodel.attention.forward import Result, forward
 from npumodel.attention.tiles import Plan
 
 
-def blocked_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    *,
-    block_q: int,
-    block_kv: int,
-    backward_blocks: tuple[int, int] | None = None,
-    **options,
-) -> Any:
+def blocked_attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *, block_q: int, block_kv: int, **options) -> Any:
     """softmax(scale * q k^T + masks) v in tiles of block_q x block_kv: memory O(Sq + Skv), forward and backward.
 
     options  the other fields of `Arguments`, which says what they all mean
     block_q, block_kv  static; they need not divide the lengths and may exceed them
-    backward_blocks    static: the two of the backward pass; the same by default
 
     Returns the output in q's layout and dtype; with return_lse=True also the LSE.
     Query blocks and kv blocks at the end reach back rather than over the edge, so nothing is padded. Blocks that no
@@ -47,21 +36,17 @@ def blocked_attention(
 
     Raises ValueError as `Arguments.check` does, and for a block size that is no positive integer.
     """
-    arguments = Arguments(q, k, v, attn_mask, **options)
-    return blocked(arguments, block_q=block_q, block_kv=block_kv, backward_blocks=backward_blocks)
+    return blocked(Arguments(q, k, v, attn_mask, **options), block_q=block_q, block_kv=block_kv)
 
 
-def blocked(
-    arguments: Arguments, *, block_q: int, block_kv: int, backward_blocks: tuple[int, int] | None = None
-) -> Any:
+def blocked(arguments: Arguments, *, block_q: int, block_kv: int) -> Any:
     """`blocked_attention` of one object."""
     arguments.check()
     size = arguments.sizes
     blocks = check_block("block_q", block_q), check_block("block_kv", block_kv)
-    backward = blocks if backward_blocks is None else check_blocks("backward_blocks", backward_blocks)
     if size.empty:
         return empty(arguments, size)
-    plan = Plan(blocks, backward, jnp.dtype(arguments.p_dtype or arguments.v.dtype).name)
+    plan = Plan(*blocks, jnp.dtype(arguments.p_dtype or arguments.v.dtype).name)
     call = prepared(arguments, size)
     out, lse = _attend(plan, call.inputs, call.context)
     return finished(out, lse, arguments, size)

@@ -63,7 +63,7 @@ def backward(plan: Plan, call: Call, result: Result, cotangents: Cotangents, wan
         like(0, x.shape, inputs.q) if want else None for x, want in zip(inputs.added, wanted, strict=True)
     )
     delta = _delta(call, result, cotangents)
-    g = grid(call, plan.backward)
+    g = grid(call, plan)
     task = partial(_task, g, plan, result, cotangents.out, delta)
     d_q, sums = lax.fori_loop(0, g.tasks, task, (zeros[0], Sums(zeros[1], zeros[2], added)))
     return Inputs(

@@ -51,7 +51,7 @@ def forward(plan: Plan, call: Call) -> Result:
     q, v = call.inputs.q, call.inputs.v
     out = like(0, (*q.shape[:4], v.shape[3]), q).astype(v.dtype)
     rows = like(0, q.shape[:4], q)
-    g = grid(call, plan.forward)
+    g = grid(call, plan)
     return lax.fori_loop(0, g.tasks, partial(_task, g, plan), Result(out, rows, rows))
 
 

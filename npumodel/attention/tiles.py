@@ -17,11 +17,10 @@ TILE_SCORES = 2**20
 
 
 class Plan(NamedTuple):
-    """What is fixed when the loops are compiled: block sizes (queries, keys) of both passes, and the dtype that the
-    weights are rounded to."""
+    """What is fixed when the loops are compiled: block sizes, and the dtype that the weights are rounded to."""
 
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+    block_q: int
+    block_kv: int
     p_dtype: str
 
 
@@ -83,10 +82,10 @@ class Grid(NamedTuple):
         return self.call.sees.tile((*start, self.column(j)), self.size, j * self.k, keys_first)
 
 
-def grid(call: Call, blocks: tuple[int, int]) -> Grid:
+def grid(call: Call, plan: Plan) -> Grid:
     """Blocks cut to the lengths, and as many heads at once as `TILE_SCORES` allows."""
     (batch, heads, group, q_len, _), kv_len = call.inputs.q.shape, call.inputs.k.shape[2]
-    q, k = min(blocks[0], q_len), min(blocks[1], kv_len)
+    q, k = min(plan.block_q, q_len), min(plan.block_kv, kv_len)
     g = _divisor(group, TILE_SCORES // (q * k))
     h = _divisor(heads, TILE_SCORES // (g * q * k)) if g == group else 1
     b = _divisor(batch, TILE_SCORES // (h * g * q * k)) if h == heads and g == group else 1
