@@ -5,7 +5,11 @@ import io
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+import npumodel as npu
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -20,6 +24,15 @@ def test_example_prints_what_the_readme_says():
     with contextlib.redirect_stdout(printed):
         exec(compile(code[1], str(README), "exec"), {})
     assert printed.getvalue() == said[1]
+
+
+def test_the_attention_example_runs():
+    example = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)[1]
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 2, 24, 8))
+    names = {"npu": npu, "q": q, "k": k, "v": v, "bias": jnp.zeros((1, 2, 24, 24)), "sinks": jnp.zeros(2)}
+    names |= {"lengths": jnp.array([20, 24]), "segments": jnp.zeros((2, 24), int), "key": jax.random.key(1)}
+    exec(compile(example, str(README), "exec"), names)
+    assert names["out"].shape == q.shape and names["lse"].shape == q.shape[:3]
 
 
 def test_example_has_twelve_lines():

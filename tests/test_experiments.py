@@ -1,0 +1,22 @@
+"""The experiments run, at their smallest."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+@pytest.mark.slow
+def test_bench_attention(tmp_path):
+    file = tmp_path / "bench.json"
+    command = [sys.executable, EXPERIMENTS / "bench_attention.py", "--quick", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["case"]["name"] for row in rows} == {"main", "gqa", "window", "decode"}
+    assert {"npumodel", "naive jnp", "jax.nn"} <= {row["name"] for row in rows}
+    assert all(row["error"] < 1e-4 for row in rows), rows
