@@ -116,6 +116,12 @@ def test_the_host_cuts_finer_where_blocks_can_be_skipped():
         assert blocks(**options) == TileConfig(256, 256)
 
 
+def test_a_window_beyond_every_length_is_none():
+    for window in ((2**40, 0), [-(2**40), 0], (np.int64(2**40), np.int32(0))):
+        out = api.flash_attention(Q, K, V, window=window)
+        np.testing.assert_array_equal(out, api.flash_attention(Q, K, V, window=(None, 0)))
+
+
 # Listeners -----------------------------------------------------------------------------------------------------------
 
 

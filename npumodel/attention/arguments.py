@@ -122,6 +122,10 @@ class Arguments:
         changes: dict[str, Any] = {"is_causal": bool(self.is_causal), "return_lse": bool(self.return_lse)}
         lists = {name: getattr(self, name) for name in _INTS}
         changes |= {name: x if x is None or isinstance(x, jax.Array) else np.asarray(x) for name, x in lists.items()}
+        if self.window is not None:  # a distance beyond int32 is as good as the largest
+            far = 2**31 - 1
+            sides = (side if side is None or isinstance(side, jax.Array) else int(side) for side in self.window)
+            changes["window"] = tuple(min(max(x, -1), far) if isinstance(x, int) else x for x in sides)
         changes["p_dtype"] = None if self.p_dtype is None else jnp.dtype(self.p_dtype).name
         if not self.drops:
             changes |= {"dropout_rate": None, "dropout_key": None}
