@@ -189,6 +189,8 @@ def flash_attention(
     when shapes, dtype, kinds of arguments or block sizes change. Differentiable in reverse mode (grad, vjp, jacrev) by
     q, k, v, bias, additive attn_mask, sinks and scale, with memory O(Sq + Skv); forward mode (jvp) raises TypeError.
 
+    Sharded arrays: use jax.shard_map over batch and heads, which needs no collectives; jit alone gathers them.
+
     Raises ValueError ("expected ..., got ...", with the cure) for arguments that do not fit together, a level that is
     none, a tile that does not fit on the device, a dtype that the device does not multiply.
     """

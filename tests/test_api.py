@@ -122,6 +122,24 @@ def test_a_window_beyond_every_length_is_none():
         np.testing.assert_array_equal(out, api.flash_attention(Q, K, V, window=(None, 0)))
 
 
+def test_numbers_out_of_range_mean_what_they_say():
+    def same(a, b):
+        np.testing.assert_allclose(api.flash_attention(Q, K, V, **a), api.flash_attention(Q, K, V, **b), atol=2e-6)
+
+    same(dict(is_causal=True, causal_offset=2**40), {})
+    same(dict(window=(2**29 + 60, 0), causal_offset=2**29 - 1), dict(window=(60, None), causal_offset=-1))
+    for traced, cut in ((99, 70), (-3, 0)):
+        got = jax.jit(lambda n: api.flash_attention(Q, K, V, kv_lengths=n, is_causal=True))(jnp.array([traced]))
+        np.testing.assert_allclose(got, api.flash_attention(Q, K, V, kv_lengths=[cut], is_causal=True), atol=2e-6)
+
+
+def test_under_strict_promotion():
+    half = qkv(dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        out = jax.grad(lambda q: api.flash_attention(q, *half[1:], is_causal=True, window=(9, 0)).sum())(half[0])
+    assert out.dtype == jnp.bfloat16
+
+
 # Listeners -----------------------------------------------------------------------------------------------------------
 
 

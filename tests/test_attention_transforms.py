@@ -203,7 +203,12 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         error = max(float(jnp.abs(a - b).max()) for a, b in pairs)
         ops = re.findall(r"(all-[a-z]+|collective-[a-z]+|reduce-scatter)[a-z-]*[(]", compiled.as_text())
         found.append([biases, error if biases else 0.0, sorted(set(ops))])
-print(json.dumps(found))
+refused = ""
+try:
+    jax.jit(blocked)(jax.device_put(q, NamedSharding(mesh, x)), k, v)
+except ValueError as error:
+    refused = str(error)
+print(json.dumps([refused, found]))
 """
 
 
@@ -214,7 +219,8 @@ def test_shard_map_over_batch_and_heads_adds_no_collectives():
     env = environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    refused, found = json.loads(done.stdout)
+    assert "q: expected an array that no explicit mesh axis cuts, got P('batch', 'heads'" in refused
     assert len(found) == 4
     for shared, error, collectives in found:
         assert error < 2e-5

@@ -18,6 +18,9 @@ from npumodel.workload import DTYPE_BYTES, AttentionShape
 #: Arguments that may be lists of ints.
 _INTS = ("causal_offset", "q_lengths", "kv_lengths", "cu_q_lengths", "cu_kv_lengths", "q_segment_ids", "kv_segment_ids")
 
+#: A distance beyond int32 is as good as the largest.
+_FARTHEST = 2**31 - 1
+
 
 def _static(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
@@ -38,15 +41,16 @@ class Arguments:
                    sequences of any lengths follow each other. q, k, v and the output have the same layout.
     q_heads, kv_heads   number of heads, for BSH and SBH (kv_heads: q_heads by default); else read from the arrays
     scale          real number, traced or not; 1 / sqrt(D) by default
-    softcap        None or a positive number, traced or not
+    softcap        None or a positive number, traced or not; no gradient, and none by dropout_rate
     bias           floats, [1/B, 1/N, 1/Sq, 1/Skv] or [Sq, Skv] (B = 1 in TND); differentiable
     attn_mask      bool (True takes part), or floats: a second bias. Shapes as bias
     is_causal      query i sees keys j <= p_i, where p_i = i + kv length - q length (bottom-right aligned; with lengths
                    or in TND, those of its own sequence)
-    causal_offset  int, traced or not, or one per sequence: p_i = i + causal_offset instead; 0 is top-left aligned
+    causal_offset  int, traced or not, or one per sequence: p_i = i + causal_offset instead; 0 is top-left aligned, and
+                   what is beyond +-2^29 is cut to that
     window         (left, right): query i sees keys p_i - left <= j <= p_i + right, the key p_i itself not counted. None
                    or a negative number: no limit on that side. Ints, traced or not.
-    q_lengths, kv_lengths   ints [B]: queries and keys from there on are padding
+    q_lengths, kv_lengths   ints [B]: queries and keys from there on are padding. Traced ones are cut to 0 .. S
     cu_q_lengths, cu_kv_lengths   ints [sequences + 1], for TND: sequence b has tokens cu[b] .. cu[b + 1] - 1. cu[0] is
                    0, and what follows the last is padding. cu_kv_lengths: cu_q_lengths by default
     q_segment_ids, kv_segment_ids   ints [B, Sq] and [B, Skv]: only equal ids see each other, and a negative id is
@@ -54,7 +58,7 @@ class Arguments:
     sinks          floats [N]: a logit per head that takes part in the softmax, without a value; differentiable
     dropout_rate   0 <= rate < 1, traced or not: weights are dropped with this probability, the rest divided by
                    1 - rate. What is dropped depends on dropout_key and on the position (b, n, i, j) alone: not on the
-                   tile, and not on the pass. Under shard_map, fold the place of the shard into the key.
+                   tile, and not on the pass. Under vmap and shard_map, give each example or shard a key of its own.
     dropout_key    a key of jax.random
     p_dtype        dtype to which the softmax weights are rounded before they meet v: that of v by default, as the
                    matrix units have it; "float32" keeps them. Sums are always in float32 (float64 for float64).
@@ -122,10 +126,11 @@ class Arguments:
         changes: dict[str, Any] = {"is_causal": bool(self.is_causal), "return_lse": bool(self.return_lse)}
         lists = {name: getattr(self, name) for name in _INTS}
         changes |= {name: x if x is None or isinstance(x, jax.Array) else np.asarray(x) for name, x in lists.items()}
-        if self.window is not None:  # a distance beyond int32 is as good as the largest
-            far = 2**31 - 1
+        if isinstance(changes["causal_offset"], np.ndarray):
+            changes["causal_offset"] = changes["causal_offset"].clip(-_FARTHEST, _FARTHEST).astype(np.int32)
+        if self.window is not None:
             sides = (side if side is None or isinstance(side, jax.Array) else int(side) for side in self.window)
-            changes["window"] = tuple(min(max(x, -1), far) if isinstance(x, int) else x for x in sides)
+            changes["window"] = tuple(min(max(x, -1), _FARTHEST) if isinstance(x, int) else x for x in sides)
         changes["p_dtype"] = None if self.p_dtype is None else jnp.dtype(self.p_dtype).name
         if not self.drops:
             changes |= {"dropout_rate": None, "dropout_key": None}
@@ -140,6 +145,7 @@ class Arguments:
         """
         for name in ("q", "k", "v"):
             _check_array(name, getattr(self, name))
+            _check_sharding(name, getattr(self, name))
         _check_dtypes(self.q, self.k, self.v)
         size = self.sizes
         for name in ("is_causal", "return_lse"):
@@ -190,6 +196,16 @@ def _check_array(name: str, x: Any) -> None:
         raise ValueError(f"{name}: expected a JAX or NumPy array, got {type(x).__name__}; convert with jnp.asarray")
 
 
+def _check_sharding(name: str, x: Any) -> None:
+    """Loops over blocks cannot be cut by a mesh: JAX refuses that too, in words that name no argument."""
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", None) or ()
+    if any(axis is not None for axis in spec):
+        raise ValueError(
+            f"{name}: expected an array that no explicit mesh axis cuts, got {spec}; call inside jax.shard_map (over "
+            "batch and heads it needs no collectives), or make the mesh with AxisType.Auto, which gathers the arrays"
+        )
+
+
 def _check_dtypes(q: Any, k: Any, v: Any) -> None:
     names = [x.dtype.name for x in (q, k, v)]
     if len(set(names)) > 1:
@@ -218,9 +234,10 @@ def _check_added(name: str, x: Any, size: Sizes) -> None:
     else:
         fits = x.ndim == 4 and all(n in (1, whole) for n, whole in zip(x.shape, full, strict=True))
     if not fits:
+        shared = f"{name}[None] or {name}[:, None]" if x.ndim == 3 else f"{name}[:, None, None, :]"
         raise ValueError(
             f"{name}: expected a shape that broadcasts to [B={full[0]}, N={full[1]}, Sq={full[2]}, Skv={full[3]}], or "
-            f"exactly [{full[2]}, {full[3]}], got {x.shape}; say which axes are shared, as in {name}[:, None, None, :]"
+            f"exactly [{full[2]}, {full[3]}], got {x.shape}; say which axes are shared, as in {shared}"
         )
 
 
@@ -238,7 +255,8 @@ def _check_ints(name: str, x: Any, shape: tuple[int, ...], what: str) -> None:
     found, dtype = _describe(x)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or found != shape:
         got = type(x).__name__ if dtype is None else f"{dtype} {found}"
-        raise ValueError(f"{name}: expected ints of shape {shape} ({what}), got {got}")
+        cure = f"as jnp.full({shape}, n)" if shape else "as an int"
+        raise ValueError(f"{name}: expected ints of shape {shape} ({what}), got {got}; give it {cure}")
 
 
 def _describe(x: Any) -> tuple[Any, Any]:
@@ -327,7 +345,8 @@ def _check_cu(a: Arguments, size: Sizes) -> None:
         return
     if a.cu_q_lengths is None or (a.cu_kv_lengths is None and size.q_len != size.kv_len):
         raise ValueError(
-            "layout TND: expected cu_q_lengths and cu_kv_lengths, ints [sequences + 1] that start at 0, got "
+            "layout TND: expected cu_q_lengths, and cu_kv_lengths where k has another number of tokens, both ints "
+            "[sequences + 1] that start at 0, got "
             f"{'only cu_q_lengths' if a.cu_q_lengths is not None else 'no cu_q_lengths'}"
         )
     count, _ = _describe(a.cu_q_lengths)
@@ -374,12 +393,12 @@ def _check_dropout(a: Arguments) -> None:
         raise ValueError("dropout_key: expected a key beside dropout_rate, got none; give jax.random.key(seed)")
     if a.dropout_key is None:
         return
-    _check_array("dropout_key", a.dropout_key)
-    typed = jnp.issubdtype(a.dropout_key.dtype, jax.dtypes.prng_key)
-    if a.dropout_key.shape != (() if typed else (2,)) or not (typed or a.dropout_key.dtype == np.uint32):
+    shape, dtype = _describe(a.dropout_key)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape != (() if typed else (2,)) or not (typed or dtype == np.uint32):
+        got = type(a.dropout_key).__name__ if dtype is None else f"{dtype} {shape}"
         raise ValueError(
-            f"dropout_key: expected one key of jax.random, got {a.dropout_key.dtype} {a.dropout_key.shape}; "
-            "make one with jax.random.key(seed)"
+            f"dropout_key: expected one key of jax.random, got {got}; make one with jax.random.key(seed)"
         )
 
 

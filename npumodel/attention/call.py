@@ -65,7 +65,7 @@ def prepared(a: Arguments, size: Sizes) -> Call:
         to_bnsd(jnp.asarray(x), a.layout, heads)
         for x, heads in ((a.q, size.q_heads), (a.k, size.kv_heads), (a.v, size.kv_heads))
     )
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = _wide(q.dtype)
     scale = jnp.asarray(size.dim**-0.5 if a.scale is None else a.scale, wide)
     group = size.q_heads // size.kv_heads
     q = (q.astype(wide) * scale).reshape(size.batch, size.kv_heads, group, size.q_len, size.dim)
@@ -90,11 +90,15 @@ def finished(out: jax.Array, lse: jax.Array, a: Arguments, size: Sizes) -> Any:
 
 def empty(a: Arguments, size: Sizes) -> Any:
     """The result of a call without keys, queries, batch or value columns."""
-    wide = jnp.promote_types(a.q.dtype, jnp.float32)
+    wide = _wide(a.q.dtype)
     lse = jnp.full((size.batch, size.q_heads, size.q_len), -jnp.inf, wide)
     if a.sinks is not None:
         lse = jnp.broadcast_to(jnp.asarray(a.sinks, wide)[None, :, None], lse.shape)
     return finished(jnp.zeros((*lse.shape, size.v_dim), wide), lse, a, size)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.dtype("float64" if dtype == "float64" else "float32")
 
 
 def _dropout(a: Arguments, size: Sizes, wide: Any) -> Dropout:

@@ -46,6 +46,7 @@ def sizes(layout: str, q: Any, k: Any, v: Any, q_heads: int | None = None, kv_he
     about = f"; the layout is {layout}, {LAYOUTS[layout]}"
     about += ", from BSND use x.transpose(0, 2, 1, 3) or layout='BSND'" if layout == "BNSD" else ""
     if not d or d != dk:
+        about += f", and k was read with kv_heads={kv_heads}" if kv_heads is not None else ""
         raise ValueError(f"k: expected the head_dim of q (at least 1), got q {q.shape} and k {k.shape}{about}")
     if (bk, nk, sk) != (bv, nv, sv):
         raise ValueError(f"v: expected batch, heads and sequence of k {k.shape}, got {v.shape}{about}")
@@ -69,7 +70,8 @@ def _heads(layout: str, q_heads: Any, kv_heads: Any) -> tuple[int | None, int | 
             raise ValueError(f"q_heads: expected the number of heads in {LAYOUTS[layout]}, got none; give q_heads")
         return q_heads, q_heads if kv_heads is None else kv_heads
     if q_heads is not None or kv_heads is not None:
-        raise ValueError(f"q_heads, kv_heads: expected none in layout {layout}, got one; the arrays show their heads")
+        got = f"{q_heads} and {kv_heads}"
+        raise ValueError(f"q_heads, kv_heads: expected none in layout {layout}, got {got}; the arrays show their heads")
     return None, None
 
 

@@ -135,7 +135,7 @@ def visibility(a: Arguments, size: Sizes) -> Visibility:
 
 # Bands ---------------------------------------------------------------------------------------------------------------
 
-#: Further than any position, and small enough that sums of it stay in int32.
+#: Further than any position; offsets are cut to it, and window sides to twice it, so that sums stay in int32.
 _FAR = 2**29
 
 
@@ -173,8 +173,8 @@ def _rows(a: Arguments, size: Sizes) -> _Rows:
         (start, end), (first_key, last_key) = ((x[sequence], x[sequence + 1]) for x in (starts, kv_starts))
         return _Rows(place - start, end - start, last_key - first_key, first_key, sequence, real)
     example = jnp.arange(size.batch, dtype=jnp.int32)[:, None]
-    q_len = size.q_len if a.q_lengths is None else _int32(a.q_lengths)[:, None]
-    kv_len = size.kv_len if a.kv_lengths is None else _int32(a.kv_lengths)[:, None]
+    q_len = size.q_len if a.q_lengths is None else jnp.clip(_int32(a.q_lengths), 0, size.q_len)[:, None]
+    kv_len = size.kv_len if a.kv_lengths is None else jnp.clip(_int32(a.kv_lengths), 0, size.kv_len)[:, None]
     return _Rows(place, q_len, kv_len, 0, example, True if a.q_lengths is None else place < q_len)
 
 
@@ -224,9 +224,9 @@ def _segments(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array
 def _side(x: Any) -> Any:
     """One side of a window as a distance."""
     if x is None:
-        return _FAR
+        return 2 * _FAR
     x = _int32(x)
-    return jnp.where(x < 0, _FAR, jnp.minimum(x, _FAR))
+    return jnp.where(x < 0, 2 * _FAR, jnp.minimum(x, 2 * _FAR))
 
 
 def _where32(condition, x, y):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def merge(*parts: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
@@ -24,6 +25,13 @@ def merge(*parts: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """
     if not parts:
         raise ValueError("merge: expected at least one pair (out, lse), got none")
+    for part in parts:
+        pair = isinstance(part, tuple | list) and len(part) == 2
+        if not pair or not all(isinstance(x, jax.Array | np.ndarray) and _floating(x) for x in part):
+            raise ValueError(
+                f"merge: expected pairs (out, lse) of floating arrays, got {type(part).__name__}; call merge(*parts), "
+                "or merge((out, lse), (out, lse))"
+            )
     for out, lse in parts:
         flat = lse.ndim == out.ndim and out.shape[:-1] == lse.shape[:-1] and out.shape[-1] % max(lse.shape[-1], 1) == 0
         if not flat and out.shape[:-1] != lse.shape:
@@ -36,6 +44,10 @@ def merge(*parts: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
                 f"lse {parts[0][1].shape} and {lse.shape}"
             )
     return reduce(_two, parts)
+
+
+def _floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _two(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
