@@ -165,9 +165,21 @@ def rounds(found: Sequence[Entry], repeats: int) -> dict[str, list[float]]:
         first = number % len(found)
         order = [*found[first:], *found[:first]]
         for entry in order if number % 2 else reversed(order):
-            time.sleep(0.01)  # until the threads of the one before no longer spin
+            settle()
             times[entry.name].append(_seconds(entry, turns[entry.name]))
     return times
+
+
+def settle(limit: float = 2.0):
+    """Wait (`limit` seconds at most) until this process is idle: the call before may still spin its threads, or give
+    gigabytes of temporaries back to the system after its result is ready, which would be counted against the next.
+    """
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end:
+        used = time.process_time()
+        time.sleep(0.02)
+        if time.process_time() - used < 0.002:
+            return
 
 
 def _seconds(entry: Entry, turns: int) -> float:

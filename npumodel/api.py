@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from npumodel import hardware
 from npumodel.attention import Arguments, blocked
-from npumodel.hardware import DeviceSpec
+from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model import estimate as model_estimate
 from npumodel.model.estimate import Cost
 from npumodel.search import auto, tuner
@@ -222,8 +222,9 @@ def flash_attention(
     )
     shape = arguments.check()
     spec = _chosen(device)
-    if shape is None:  # nothing to compute
-        return _blocked(arguments.plain(), block_q=512, block_kv=512)
+    if shape is None:  # nothing to plan or to price; without value columns there may still be an LSE
+        block_q, block_kv = HOST.blocks(arguments.skips)
+        return _blocked(arguments.plain(), block_q=block_q, block_kv=block_kv)
     resolved = _resolve_now(shape, spec, tile_level, arguments.skips)
     if listeners:
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))

@@ -1,6 +1,7 @@
 """Blocked attention under JAX's transforms; what its loops visit; what it keeps in memory."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -214,9 +215,7 @@ print(json.dumps([refused, found]))
 
 def test_shard_map_over_batch_and_heads_adds_no_collectives():
     """In a process of its own, with four devices. Only the gradient of what the shards share is summed over them."""
-    from os import environ
-
-    env = environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     refused, found = json.loads(done.stdout)

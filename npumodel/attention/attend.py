@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from npumodel.attention.arguments import Arguments, check_block
+from npumodel.attention.arguments import Arguments
 from npumodel.attention.backward import Cotangents, backward
 from npumodel.attention.call import Call, Context, Inputs, empty, finished, prepared
+from npumodel.attention.checks import check_block
 from npumodel.attention.forward import Result, forward
 from npumodel.attention.tiles import Plan
 

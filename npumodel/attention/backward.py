@@ -8,8 +8,9 @@ scores are large):
 
 A softcap multiplies dS by 1 - tanh^2 after dbias; dropout multiplies p in dV, and dP. Tiles are [b, h, k, g, q], keys
 first, and dQ is summed as [.., d, .., q]: so no product contracts the first axis of a large left side, which XLA does
-at half speed on CPU (queries first: 1.5 times the time). What a query block adds to dK and dV goes straight into the
-whole arrays, so nothing is stored per block. Axis letters as in `forward`.
+at half speed on CPU (float32, 8 x 4096 x 64, interleaved: queries first 1.3 times the time of keys first, and dQ as
+[.., q, d] 1.2 times that of [.., d, q]). What a query block adds to dK and dV goes straight into the whole arrays, so
+nothing is stored per block. Axis letters as in `forward`.
 """
 
 from __future__ import annotations

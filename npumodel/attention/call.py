@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 def prepared(a: Arguments, size: Sizes) -> Call:
-    """The call of checked arguments that are not empty."""
+    """The call of checked arguments that have scores."""
     q, k, v = (
         to_bnsd(jnp.asarray(x), a.layout, heads)
         for x, heads in ((a.q, size.q_heads), (a.k, size.kv_heads), (a.v, size.kv_heads))
@@ -89,7 +89,7 @@ def finished(out: jax.Array, lse: jax.Array, a: Arguments, size: Sizes) -> Any:
 
 
 def empty(a: Arguments, size: Sizes) -> Any:
-    """The result of a call without keys, queries, batch or value columns."""
+    """The result of a call without scores: no keys, queries, heads or batch."""
     wide = _wide(a.q.dtype)
     lse = jnp.full((size.batch, size.q_heads, size.q_len), -jnp.inf, wide)
     if a.sinks is not None:

@@ -77,6 +77,7 @@ def resolve(
     device does not multiply.
     """
     tables = active_tables() if isinstance(tile_level, str) and tile_level == "auto" else []
+    skips = device is None and (skips or shape.causal)
     key = (shape, _fingerprint(device), _hashable(tile_level), policy, skips, *map(id, tables))
     known = _resolved.get(key)
     if known is None:
@@ -118,7 +119,7 @@ def _resolve(shape, device, tile_level, policy, skips, tables) -> Resolved:
     if not (isinstance(tile_level, str) and tile_level == "auto"):
         return _explicit(shape, device, tile_level, policy)
     if device is None:
-        return Resolved(fitted(TileConfig(*HOST.blocks(skips or shape.causal)), shape), "auto: host")
+        return Resolved(fitted(TileConfig(*HOST.blocks(skips)), shape), "auto: host")
     if policy in ("rule", "default"):
         return Resolved(policy_tile(policy, shape, device), f"policy: {policy}")
     return _from_tables(shape, device, tables) or by_model([shape], device)[0]
