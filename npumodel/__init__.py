@@ -1,6 +1,6 @@
 """npumodel: execute FlashAttention in JAX, price the same plan on an Ascend NPU, and differentiate the price."""
 
-from .api import estimate, flash_attention, target, trace, tune
+from .api import estimate, explain, flash_attention, target, trace, tune
 from .attention import merge
 from .hardware import DeviceSpec, device, devices
 from .model.estimate import Cost
@@ -19,6 +19,7 @@ __all__ = [
     "device",
     "devices",
     "estimate",
+    "explain",
     "flash_attention",
     "merge",
     "target",

@@ -19,9 +19,11 @@ from jax.core import Tracer
 
 from npumodel import hardware
 from npumodel.attention import Arguments, blocked
+from npumodel.explain_text import page
 from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model import estimate as model_estimate
 from npumodel.model.estimate import Cost
+from npumodel.report_text import Priced
 from npumodel.search import auto, tuner
 from npumodel.search.auto import Resolved
 from npumodel.workload import AttentionShape
@@ -268,6 +270,16 @@ def estimate(
     """
     spec, asked = _needed(device), _shape(shape)
     return model_estimate.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)
+
+
+def explain(
+    shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto", *, policy: str | None = None
+) -> str:
+    """One page of text about one call: what runs, the plan, the stages, what bounds it, where the time goes, and which
+    one change of the plan or of the hardware would help most. Arguments and errors as `estimate`."""
+    spec, asked = _needed(device), _shape(shape)
+    resolved = auto.resolve(asked, spec, tile, policy)
+    return page(Priced(model_estimate.estimate(asked, spec, resolved.tile), resolved.source))
 
 
 def trace(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto") -> Timeline:

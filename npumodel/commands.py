@@ -40,15 +40,32 @@ def estimate(shape: str, device: str | None = None, tile: str = "auto", json: bo
     """Price one call: stages, waits, bounds, where the time goes, traffic, buffers.
 
     Args:
-        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive)
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
+            additive, softcap, v_in_k)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
-        tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 unfused
+        tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
+            unfused contiguous
         json: print JSON, in SI units
     """
     spec, asked = _spec(device), AttentionShape.parse(shape)
     resolved = api.resolve(asked, spec, _level(tile))
     call = Priced(price(asked, spec, resolved.tile), resolved.source)
     print(report_text.to_json(report_text.as_dict(call, breakdown=True)) if json else report_text.details(call))
+    return 0
+
+
+@app.command
+def explain(shape: str, device: str | None = None, tile: str = "auto") -> int:
+    """One page about one call: graph, plan, stages, what bounds it, where the time goes, what would help most.
+
+    Args:
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
+            additive, softcap, v_in_k)
+        device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
+        tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
+            unfused contiguous
+    """
+    print(api.explain(shape, _spec(device), _level(tile)))
     return 0
 
 
@@ -121,7 +138,8 @@ def tune(
     """Search the fastest tile of one or more calls, and keep it in a table that tile_level="auto" reads.
 
     Args:
-        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, bfloat16, float32, causal, bool, additive); several, if wanted
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
+            additive, softcap, v_in_k); several, if wanted
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         out: the table; rows that are there are kept, or renewed if it is the same call on the same device
         strategy: how to search

@@ -13,6 +13,7 @@ MAX_BUFFERS = 4
 MAX_LOOKAHEAD = 3
 
 FUSIONS = ("fused", "unfused")
+CORE_ORDERS = ("balanced", "contiguous")
 
 
 @jax.tree_util.register_dataclass
@@ -25,8 +26,13 @@ class TileConfig:
     buffers    K and V blocks that fit in L1 at once (1 = load, then compute; 2 = double buffering), 1..4
     lookahead  steps by which QK^T runs ahead of PV (0 = one step after the other), 0..3
     fusion     "fused": one kernel; "unfused": one kernel per graph op, S and P through HBM
+    heads_packed  query heads of one kv head whose rows share a block (GQA): K and V are read once for all of them; a
+               divisor of q_heads / kv_heads
+    split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
+    core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row
 
-    The four numbers are PyTree leaves: integers for a plan, arrays for many candidates at once, reals while an
+    `flash_attention` executes block_q and block_kv; the rest changes the price, not the result.
+    The numbers are PyTree leaves: integers for a plan, arrays for many candidates at once, reals while an
     optimiser moves them. Plain numbers are checked; arrays and tracers are taken as they are.
 
     Raises ValueError (expected, got) for a plain number that is out of range or an unknown fusion.
@@ -37,6 +43,9 @@ class TileConfig:
     buffers: Any = 2
     lookahead: Any = 1
     fusion: str = dataclasses.field(default="fused", metadata={"static": True})
+    heads_packed: Any = 1
+    split_kv: Any = 1
+    core_order: str = dataclasses.field(default="balanced", metadata={"static": True})
 
     def __post_init__(self):
         for name, low, high in (
@@ -44,6 +53,8 @@ class TileConfig:
             ("block_kv", 1, None),
             ("buffers", 1, MAX_BUFFERS),
             ("lookahead", 0, MAX_LOOKAHEAD),
+            ("heads_packed", 1, None),
+            ("split_kv", 1, None),
         ):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
@@ -53,6 +64,10 @@ class TileConfig:
                 raise ValueError(f"{name}: expected a number {bound}, got {value!r}")
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)}, got {self.fusion!r}")
+        if self.core_order not in CORE_ORDERS:
+            raise ValueError(f"core_order: expected one of {', '.join(CORE_ORDERS)}, got {self.core_order!r}")
+        if self.fusion == "unfused" and isinstance(self.split_kv, numbers.Real) and self.split_kv != 1:
+            raise ValueError(f"split_kv: expected 1 with fusion 'unfused', got {self.split_kv!r}")
 
     def replace(self, **changes) -> TileConfig:
         """A copy with some fields changed."""
@@ -63,4 +78,9 @@ class TileConfig:
         """ "128x512", with the knobs that are not at their default."""
         text = f"{self.block_q}x{self.block_kv}" + f" buffers={self.buffers}" * (self.buffers != 2)
         text += f" lookahead={self.lookahead}" * (self.lookahead != 1)
-        return text + f" {self.fusion}" * (self.fusion != "fused")
+        text += "".join(f" {n}={getattr(self, n)}" for n in ("heads_packed", "split_kv") if getattr(self, n) != 1)
+        return (
+            text
+            + f" {self.fusion}" * (self.fusion != "fused")
+            + f" {self.core_order}" * (self.core_order != "balanced")
+        )

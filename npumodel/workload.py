@@ -23,6 +23,9 @@ _SHORT = {
     "D": "head_dim",
     "DV": "v_head_dim",
 }
+#: Short forms of the two sides of a window.
+_SIDES = {"WL": 0, "WR": 1}
+_FLAGS = ("causal", "softcap", "v_in_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,10 @@ class AttentionShape:
 
     `kv_heads`, `kv_len` and `v_head_dim` default to `q_heads`, `q_len` and `head_dim`.
     `causal` is bottom-right aligned: query i sees keys j <= i + kv_len - q_len.
+    `window` = (left, right): query i also sees at most `left` keys before and `right` keys after its own, which is key
+    i + kv_len - q_len; None (on either side) is no limit. `softcap`: whether the scores are capped by a tanh.
     `mask` says which mask tensor is read, if any: None, "bool" or "additive".
+    `v_in_k`: V is the first v_head_dim columns of K (absorbed MLA) and is not moved on its own.
 
     Raises ValueError (expected, got, cure) for a size that is no positive integer, for heads that do not
     divide, and for an unknown dtype or mask.
@@ -48,6 +54,9 @@ class AttentionShape:
     dtype: str = "float16"
     causal: bool = False
     mask: str | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: bool = False
+    v_in_k: bool = False
 
     def __post_init__(self):
         for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
@@ -64,7 +73,13 @@ class AttentionShape:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.mask not in MASK_KINDS:
             raise ValueError(f"mask: expected None, 'bool' or 'additive', got {self.mask!r}")
-        object.__setattr__(self, "causal", bool(self.causal))
+        for name in _FLAGS:
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        object.__setattr__(self, "window", _window(self.window))
+        if self.v_in_k and self.v_head_dim > self.head_dim:
+            raise ValueError(
+                f"v_in_k: expected v_head_dim <= head_dim={self.head_dim} (V is a part of K), got {self.v_head_dim}"
+            )
 
     @classmethod
     def parse(cls, text: str, **fields) -> AttentionShape:
@@ -73,13 +88,17 @@ class AttentionShape:
         Raises ValueError that names the part it cannot read, and the form it expects.
         """
         found = dict(fields)
+        sides: list[int | None] = [None, None]
         for part in filter(None, re.split(r"[,\s]+", text.strip())):
             match = re.fullmatch(r"([A-Za-z]+)(\d+)", part)
             low = part.lower()
+            if match and match[1].upper() in _SIDES:
+                sides[_SIDES[match[1].upper()]] = int(match[2])
+                continue
             if low in DTYPE_BYTES:
                 name, value = "dtype", low
-            elif low == "causal":
-                name, value = "causal", True
+            elif low in _FLAGS:
+                name, value = low, True
             elif low in MASK_KINDS:
                 name, value = "mask", low
             elif match and match[1].upper() in _SHORT:
@@ -92,7 +111,18 @@ class AttentionShape:
         missing = [short for short in ("B", "N", "S", "D") if _SHORT[short] not in found]
         if missing:
             raise ValueError(_form(text, f"{', '.join(missing)} missing"))
+        if sides != [None, None]:
+            found.setdefault("window", tuple(sides))
         return cls(**found)
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """(low, high): query i sees the keys i + low .. i + high that exist; -q_len, kv_len where there is no limit."""
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        offset = self.kv_len - self.q_len
+        low = -self.q_len if left is None else max(-self.q_len, offset - left)
+        return low, self.kv_len if right is None else min(self.kv_len, offset + right)
 
     @property
     def element_bytes(self) -> int:
@@ -106,14 +136,16 @@ class AttentionShape:
 
     @property
     def valid_pairs(self) -> int:
-        """(query, key) pairs of the whole call that take part: all of q_len * kv_len per head, less the causal part."""
-        if not self.causal:
-            return self.batch * self.q_heads * self.q_len * self.kv_len
-        offset = self.kv_len - self.q_len
-        first = max(0, -offset)  # rows before this one see no key
-        rows = self.q_len - first
-        seen_first = first + offset + 1
-        return self.batch * self.q_heads * rows * (2 * seen_first + rows - 1) // 2
+        """(query, key) pairs of the whole call that take part: all of q_len * kv_len per head, less what causality and
+        the window cut off."""
+        low, high = self.band
+        pairs = _clipped_sum(self.q_len, high + 1, self.kv_len) - _clipped_sum(self.q_len, low, self.kv_len)
+        return self.batch * self.q_heads * pairs
+
+    @property
+    def seen_keys(self) -> int:
+        """Keys of a head that some query sees; the others are never read."""
+        return self.kv_len - min(max(self.band[0], 0), self.kv_len)
 
     @property
     def flops(self) -> int:
@@ -124,7 +156,8 @@ class AttentionShape:
     def min_bytes(self) -> int:
         """Bytes of q, k, v and o, each moved once: no schedule can move fewer."""
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
-        kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim)
+        kv_row = self.head_dim + self.v_head_dim * (not self.v_in_k)
+        kv_side = self.batch * self.kv_heads * self.seen_keys * kv_row
         return self.element_bytes * (q_side + kv_side)
 
     @property
@@ -136,7 +169,9 @@ class AttentionShape:
         parts += [f"SKV{self.kv_len}"] * (self.kv_len != self.q_len)
         parts += [f"D{self.head_dim}"]
         parts += [f"DV{self.v_head_dim}"] * (self.v_head_dim != self.head_dim)
-        return " ".join([*parts, self.dtype, *["causal"] * self.causal, *filter(None, [self.mask])])
+        parts += [f"{n}{w}" for n, w in zip(_SIDES, self.window or (None, None), strict=True) if w is not None]
+        flags = [name for name in _FLAGS if getattr(self, name)]
+        return " ".join([*parts, self.dtype, *flags, *filter(None, [self.mask])])
 
 
 def _positive(name: str, value) -> int:
@@ -145,6 +180,22 @@ def _positive(name: str, value) -> int:
     return int(value)
 
 
+def _clipped_sum(count: int, start: int, top: int) -> int:
+    """Sum over i = 0 .. count-1 of start + i, clipped to 0 .. top."""
+    first, last = (min(max(x - start, 0), count) for x in (0, top))
+    return (last - first) * (2 * start + first + last - 1) // 2 + (count - last) * top
+
+
+def _window(window) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    good = isinstance(window, tuple | list) and len(window) == 2
+    if not good or not all(x is None or (not isinstance(x, bool) and int(x) == x and x >= 0) for x in window):
+        raise ValueError(f"window: expected None or (left, right), each None or an integer >= 0, got {window!r}")
+    sides = tuple(None if x is None else int(x) for x in window)
+    return None if sides == (None, None) else sides  # type: ignore[return-value]
+
+
 def _form(text: str, what: str) -> str:
-    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, bfloat16, causal)"
+    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k)"
     return f"shape: expected a form like {forms}, got {text!r}: {what}"

@@ -154,8 +154,11 @@ def test_eager_calls_are_heard_once_each(heard):
 def test_what_has_no_price_is_heard(heard):
     api.flash_attention(Q, K, V, window=(9, 0), is_causal=True, softcap=5.0, bias=jnp.zeros((70, 70)))
     api.flash_attention(Q, K, V, dropout_rate=0.5, dropout_key=jax.random.key(0), kv_lengths=[60])
-    assert [call.unpriced for call in heard] == [("window", "softcap"), ("kv_lengths", "dropout")]
-    assert heard[0].shape == AttentionShape(1, 4, 70, 16, kv_heads=2, dtype="float32", causal=True, mask="additive")
+    jax.jit(lambda left: api.flash_attention(Q, K, V, window=(left, -1)))(9)
+    jax.effects_barrier()
+    assert [call.unpriced for call in heard] == [(), ("kv_lengths", "dropout"), ("window",)]
+    seen = AttentionShape(1, 4, 70, 16, 2, dtype="float32", causal=True, mask="additive", window=(9, 0), softcap=True)
+    assert heard[0].shape == seen and heard[2].shape.window is None
 
 
 def test_jitted_calls_are_heard_at_every_execution(heard):

@@ -13,7 +13,7 @@ from npumodel.model.cost import Options, parts
 from npumodel.model.durations import time_constants
 from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
-from npumodel.model.pipeline import TRANSIENT, fast, knobs, trajectory
+from npumodel.model.pipeline import TRANSIENT, knobs, lengths, task, trajectory
 from npumodel.model.stages import stage_table
 from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
@@ -44,9 +44,9 @@ def draw(rng, table):
     return full, tail, *knobs_, float(rng.uniform(0, 2))
 
 
-def listed(table, durations):
-    """Seconds by stage name, in the order of the table, as the schedule takes them."""
-    return jnp.stack([jnp.asarray(durations[s.name], float) for s in table.stages])
+def real(durations):
+    """Seconds by stage name, as the schedule takes them."""
+    return {name: jnp.asarray(seconds, float) for name, seconds in durations.items()}
 
 
 def simulate(table, full, tail, steps, buffers, lookahead, sync):
@@ -69,7 +69,7 @@ def reading(table, transient, waits=True):
     @jax.jit
     def run(full, tail, steps, buffers, lookahead, sync):
         k = knobs(table, buffers, lookahead, sync)
-        return fast(table, listed(table, full), listed(table, tail), steps, k, transient, waits)
+        return task(table, full, tail, steps, k, transient, waits), lengths(table, full, k, transient, waits)
 
     def call(full, tail, steps, *rest):
         return run(*jax.tree.map(jnp.asarray, (full, tail, float(steps), *rest)))
@@ -84,12 +84,11 @@ def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
     for i in range(60):
         full, tail, buffers, lookahead, sync = draw(rng, table)
         steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
-        got, _, _ = run(full, tail, steps, buffers, lookahead, sync)
+        got, _ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
-        waits = dict(zip([s.name for s in table.stages], np.asarray(got.wait), strict=True))
         for name, wait in want.wait.items():
-            assert waits[name] == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps)
+            assert float(got.wait[name]) == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -98,10 +97,12 @@ def test_every_shorter_task_matches_the_event_simulator(arch):
     run = reading(table, TRANSIENT)
     for _ in range(12):
         full, tail, buffers, lookahead, sync = draw(rng, table)
-        _, lengths, _ = run(full, tail, 50, buffers, lookahead, sync)
+        _, every = run(full, tail, 50, buffers, lookahead, sync)
         for steps in (1, 2, 3, 4, 5, 9, TRANSIENT):
             want = simulate(table, full, full, steps, buffers, lookahead, sync)
-            assert float(lengths.makespan[steps - 1]) == pytest.approx(want.makespan, rel=1e-5)
+            assert float(every.makespan[steps]) == pytest.approx(want.makespan, rel=1e-5)
+            for name, wait in want.wait.items():
+                assert float(every.wait[name][steps]) == pytest.approx(wait, rel=1e-5, abs=1e-5 * want.makespan)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -110,7 +111,7 @@ def test_trajectory_has_the_simulators_events(arch):
     for steps, lookahead in ((1, 2), (2, 3), (7, 0), (20, 1), (20, 3)):
         full, tail, buffers, _, sync = draw(rng, table)
         k = knobs(table, buffers, lookahead, sync)
-        got, ends, _ = trajectory(table, listed(table, full), listed(table, tail), steps, k, steps + MAX_LOOKAHEAD)
+        got, ends, _ = trajectory(table, real(full), real(tail), steps, k, steps + MAX_LOOKAHEAD)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-5)
         for event in want.events:
@@ -122,19 +123,28 @@ def test_trajectory_has_the_simulators_events(arch):
 def test_serial_table_is_the_sum_of_all_durations(arch):
     table, rng = kernels(arch)[("qk", "softmax", "pv")].serial(), np.random.default_rng(7)
     full, tail, _, _, _ = draw(rng, table)
-    got, _, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
+    got, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
     once = sum(d for n, d in full.items() if table.stage(n).when != "step")
     steps = sum(10 * full[n] + tail[n] for n in full if table.stage(n).when == "step")
     assert float(got.makespan) == pytest.approx(once + steps, rel=1e-5)
 
 
 def tasks_by_hand(shape, tile):
-    """(steps, whether its rows are ragged) of each q block of a head."""
+    """(steps, whether its rows are ragged, whether it sees the last kv block) of each q block of a head."""
     rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
     for first in range(0, shape.q_len, rows):
         last = min(first + rows, shape.q_len) - 1
-        keys = min(shape.kv_len, last + shape.kv_len - shape.q_len + 1) if shape.causal else shape.kv_len
-        yield -(-max(keys, 0) // cols), last == shape.q_len - 1
+        seen = {key // cols for query in range(first, last + 1) for key in keys_by_hand(shape, query)}
+        yield len(seen), last == shape.q_len - 1, (shape.kv_len - 1) // cols in seen
+
+
+def keys_by_hand(shape, query):
+    """The keys that one query sees."""
+    left, right = shape.window or (None, None)
+    diagonal = query + shape.kv_len - shape.q_len
+    first = 0 if left is None else max(0, diagonal - left)
+    last = shape.kv_len - 1 if right is None else min(shape.kv_len - 1, diagonal + right)
+    return range(first, min(last, diagonal) + 1 if shape.causal else last + 1)
 
 
 @pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
@@ -142,17 +152,20 @@ def test_price_is_launch_plus_the_simulated_tasks(name):
     """With one head for each core, a core works through the q blocks of its head, one after the other."""
     dev, rng, table = device(name), np.random.default_rng(9), kernels(device(name).arch)[("qk", "softmax", "pv")]
     kernel, options = compile_graph(False, "fused").kernels[0], Options("float16", False)
-    seconds = jax.jit(lambda p, tile, d: parts(kernel, time_constants(d, "float16"), p, tile, d, options).seconds)
-    for i in range(8):
+    corners = jax.jit(lambda p, tile, d: parts(kernel, time_constants(d, "float16"), p, tile, d, options).corners)
+    for i in range(12):
         q_len, kv_len, head_dim = int(rng.integers(1, 900)), int(rng.integers(1, 1500)), int(rng.choice([40, 64, 128]))
-        shape = AttentionShape(1, int(dev.cube_cores), q_len, head_dim, kv_len=kv_len, causal=bool(i % 2))
+        window = (int(rng.integers(0, 600)), int(rng.integers(0, 300)) if i % 4 else None) if i % 3 == 0 else None
+        shape = AttentionShape(
+            1, int(dev.cube_cores), q_len, head_dim, kv_len=kv_len, causal=bool(i % 2), window=window
+        )
         tile = TileConfig(16 * int(rng.integers(1, 9)), 16 * int(rng.integers(1, 9)), 1 + i % 3, i % 4)
-        d = np.asarray(seconds(*arguments(shape, tile, dev)), float)
-        full, tail = ([dict(zip([s.name for s in table.stages], x, strict=True)) for x in d[:, :, j].T] for j in (0, 1))
-        total, kv_blocks = 0.0, -(-kv_len // min(tile.block_kv, kv_len))
-        for steps, ragged in tasks_by_hand(shape, tile):
+        seconds = corners(*arguments(shape, tile, dev)).seconds
+        full, tail = ([{n: float(x[2 * row + j]) for n, x in seconds.items()} for row in (0, 1)] for j in (0, 1))
+        total = 0.0
+        for steps, ragged, to_end in tasks_by_hand(shape, tile):
             if steps:
-                last = (tail if steps == kv_blocks else full)[ragged]
+                last = (tail if to_end else full)[ragged]
                 sync = float(dev.sync_cycles / dev.cube_hz)
                 total += simulate(table, full[ragged], last, steps, tile.buffers, tile.lookahead, sync).makespan
             else:  # writes zeros
@@ -179,7 +192,7 @@ def test_transient_has_settled_on_many_random_pipelines(arch):
     def at(transient):
         def one(full, tail, buffers, lookahead, sync, n):
             k = knobs(table, buffers, lookahead, sync)
-            return fast(table, listed(table, full), listed(table, tail), n, k, transient, False)[0].makespan
+            return task(table, full, tail, n, k, transient, False).makespan
 
         return np.asarray(jax.jit(jax.vmap(one))(*(stack([d[i] for d in draws]) for i in range(5)), steps))
 

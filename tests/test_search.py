@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from npumodel.hardware import device, devices
+from npumodel.hardware import device
 from npumodel.model import estimate as cost
 from npumodel.search import auto, gradient, rules, space, tuner
 from npumodel.search.auto import resolve
@@ -18,8 +18,11 @@ from npumodel.search.tuner import TuneResults, tune
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
+#: One chip of each architecture, and the one of the README.
+DEVICES = ("article", "ascend310b1", "ascend910b2", "ascend910b4", "ascend950dt_9581")
 ARTICLE_SHAPE = AttentionShape(4, 32, 4096, 128)
 SMALL = AttentionShape(1, 8, 1000, 64, causal=True)
+PACKED = TileConfig(16, 512, heads_packed=8, split_kv=4, core_order="contiguous")
 DECODE = AttentionShape(16, 64, 1, 128, kv_heads=8, kv_len=8192)
 B2, A, PR, ARTICLE = map(device, ("ascend910b2", "ascend910a", "ascend950pr", "article"))
 
@@ -152,7 +155,7 @@ def test_part_counts_follow_the_lengths():
 
 
 def test_a_label_reads_back():
-    for tile in (TileConfig(128, 512), TileConfig(16, 32, 3, 0), TileConfig(16, 32, 1, 2, "unfused")):
+    for tile in (TileConfig(128, 512), TileConfig(16, 32, 3, 0), TileConfig(16, 32, 1, 2, "unfused"), PACKED):
         assert rules.parse(tile.label) == tile
 
 
@@ -190,7 +193,7 @@ def test_the_ladder_shrinks_in_its_order():
     assert [(t.buffers, t.lookahead) for t in steps[::6]] == [(2, 1), (2, 0), (1, 0)]
 
 
-@pytest.mark.parametrize("name", devices())
+@pytest.mark.parametrize("name", DEVICES)
 def test_a_default_for_every_head_dim(name):
     shapes = [AttentionShape(1, 8, 4096, d, dtype=t) for t in ("float16", "float32") for d in range(64, 577, 8)]
     for part in (shapes[:65], shapes[65:]):
@@ -429,7 +432,7 @@ LENGTHS = [*range(1, 301), 511, 512, 513, 4095, 4096, 4097, 8191]
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256, 512, 576)
 
 
-@pytest.mark.parametrize("name", devices())
+@pytest.mark.parametrize("name", DEVICES)
 def test_auto_is_never_illegal_whatever_the_prices_say(name, monkeypatch):
     rng = np.random.default_rng(0)
     monkeypatch.setattr(auto, "exact_seconds", lambda shapes, tiles, spec: rng.random(len(shapes)))
@@ -438,7 +441,7 @@ def test_auto_is_never_illegal_whatever_the_prices_say(name, monkeypatch):
     assert space.legal(shapes, tiles, device(name)).all()
 
 
-@pytest.mark.parametrize("name", devices())
+@pytest.mark.parametrize("name", DEVICES)
 def test_auto_is_never_slower_than_the_default(name):
     spec = device(name)
     pairs = [(s, d) for s in LENGTHS for d in HEAD_DIMS][:: 7 if name == "ascend910b2" else 29]
@@ -458,9 +461,4 @@ def test_resolving_again_is_a_look_up(monkeypatch):
     first = resolve(shape, A)
     monkeypatch.setattr(auto, "_resolve", None)
     assert resolve(shape, A) is first
-    assert jax.tree.leaves(first.tile) == [
-        first.tile.block_q,
-        first.tile.block_kv,
-        first.tile.buffers,
-        first.tile.lookahead,
-    ]
+    assert all(type(leaf) is int for leaf in jax.tree.leaves(first.tile))

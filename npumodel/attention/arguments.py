@@ -116,9 +116,18 @@ class Arguments:
     def unpriced(self) -> tuple[str, ...]:
         """The arguments in use that `AttentionShape` has no word for."""
         used = [f"layout {self.layout}"] if self.layout == "TND" else []
-        names = ("window", "causal_offset", "softcap", "sinks", "q_lengths", "kv_lengths", "q_segment_ids")
+        used += ["window"] * (self.window is not None and self._plain_window is None)
+        names = ("causal_offset", "sinks", "q_lengths", "kv_lengths", "q_segment_ids")
         used += [name for name in names if getattr(self, name) is not None]
         return (*used, *["dropout"] * self.drops)
+
+    @property
+    def _plain_window(self) -> tuple[int | None, int | None] | None:
+        """The window as `AttentionShape` has it; None without one, and where a side is not known yet."""
+        if self.window is None or any(isinstance(side, Tracer) for side in self.window):
+            return None
+        left, right = (None if side is None or int(side) < 0 else int(side) for side in self.window)
+        return left, right
 
     def plain(self) -> Arguments:
         """A checked call with arguments that jit takes: plain bools, arrays for lists, no rate where nothing drops."""
@@ -157,4 +166,6 @@ class Arguments:
             dtype="float32" if self.q.dtype == np.float64 else self.q.dtype.name,
             causal=bool(self.is_causal),
             mask=None if not masks else "bool" if all(x.dtype == np.bool_ for x in masks) else "additive",
+            window=self._plain_window,
+            softcap=self.softcap is not None,
         )

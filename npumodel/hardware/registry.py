@@ -9,6 +9,18 @@ A file has the strings `description`, `name`, `soc`, `family`, `arch` and `overf
 
 `macs_per_cycle` has one such table per dtype. A path that the chip has not says so: value = "none".
 A number without source or confidence is refused.
+
+With a `base` a file says only what differs. A 910B2 with another L1:
+
+    base = "ascend910b2"
+    description = "A 910B2 with 1 MiB of L1."
+    name = "large-l1"
+    soc = "none"
+    l1_bytes = {value = 1048576, source = "assumption: what if", confidence = "A"}
+
+`base` is a shipped device, or another .toml file by its path from this file, which may have a base itself. From it
+come all numbers that the file does not give (in `macs_per_cycle`: all dtypes), with source and confidence, and
+`family`, `arch` and `overflow`. `aliases`, a list, are further names of a shipped device.
 """
 
 from __future__ import annotations
@@ -34,11 +46,18 @@ CONFIDENCE = {
 
 Provenance = dict[str, tuple[float | None, str, str]]
 
+_Chip = tuple[dict[str, Any], Provenance]  # fields of a DeviceSpec, and where the numbers come from
+
+_OWN = ("description", "name", "soc")  # what a file states itself, with a base too
+_INHERITED = tuple(key for key in STRINGS if key not in _OWN)
+_NEEDED = ("description", *STRINGS, *NUMBERS)
+_KNOWN = ("base", "aliases", *_NEEDED)
+
 
 def device(name_or_path: str | os.PathLike[str] | DeviceSpec) -> DeviceSpec:
     """The spec of a chip: by name, from a TOML file (a path, or text that ends in .toml), or a spec as it is.
 
-    "Ascend910B2", "910b2 " and "ascend-910-b2" are one name.
+    "Ascend910B2", "910b2 " and "ascend-910-b2" are one name; "Ascend950PR_9589" is another for "ascend950pr".
     Raises ValueError for an unknown name (what there is, what is near) and for a bad file (all that is wrong in it).
     """
     if isinstance(name_or_path, DeviceSpec):
@@ -47,7 +66,7 @@ def device(name_or_path: str | os.PathLike[str] | DeviceSpec) -> DeviceSpec:
 
 
 def devices() -> list[str]:
-    """The names that `device` knows, sorted."""
+    """The names that `device` knows, sorted, without their aliases."""
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
@@ -59,33 +78,22 @@ def provenance(name_or_path: str | os.PathLike[str]) -> Provenance:
     return dict(_read(name_or_path)[1])
 
 
-def _read(name_or_path: str | os.PathLike[str]) -> tuple[dict[str, Any], Provenance]:
-    if isinstance(name_or_path, os.PathLike) or str(name_or_path).strip().lower().endswith(".toml"):
-        path = pathlib.Path(os.fspath(name_or_path).strip())
-        try:
-            return _parse(path.read_bytes(), str(path))
-        except OSError as error:
-            raise ValueError(f"device file {path}: expected a readable TOML file, got {error}") from error
-    return _shipped(_resolve(name_or_path))
-
-
-@functools.cache
-def _shipped(name: str) -> tuple[dict[str, Any], Provenance]:
-    return _parse(_folder().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml")
-
-
-def _folder():
-    return importlib.resources.files("npumodel.hardware").joinpath("devices")
+# Names ---------------------------------------------------------------------------------------------------------------
 
 
 def _resolve(name: Any) -> str:
-    by_key = {_key(known): known for known in devices()}
-    if isinstance(name, str) and _key(name) in by_key:
-        return by_key[_key(name)]
-    hint = near(_key(name), by_key, by_key.get) if isinstance(name, str) else ""
-    raise ValueError(
-        f"device: expected one of {', '.join(by_key.values())}, or the path of a .toml file, got {name!r}{hint}"
-    )
+    spellings, key = _spellings(), _key(name) if isinstance(name, str) else ""
+    if key in spellings:
+        return spellings[key][1]
+    expected = f"{', '.join(devices())}, or the path of a .toml file"
+    raise ValueError(f"device: expected one of {expected}, got {name!r}{_hint(key)}")
+
+
+@functools.cache
+def _spellings() -> dict[str, tuple[str, str]]:
+    """Key -> (the name or alias as its file writes it, the name of the device)."""
+    pairs = [(text, name) for name in devices() for text in (name, *_shipped_table(name).get("aliases", ()))]
+    return {_key(text): (text, name) for text, name in pairs}
 
 
 def _key(name: str) -> str:
@@ -93,22 +101,91 @@ def _key(name: str) -> str:
     return "".join(name.lower().replace("-", " ").replace("_", " ").split()).removeprefix("ascend")
 
 
-def _parse(content: bytes, file: str) -> tuple[dict[str, Any], Provenance]:
+def _hint(key: str) -> str:
+    """The spellings that begin with `key`, else those that look like it."""
+    spellings = _spellings()
+    longer = [repr(text) for known, (text, _) in spellings.items() if key and known.startswith(key)]
+    return f"; did you mean {' or '.join(longer)}?" if longer else near(key, spellings, lambda k: spellings[k][0])
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def _read(name_or_path: Any, above: tuple[pathlib.Path, ...] = ()) -> _Chip:
+    """`above`: the files that are based on this one, nearest last; a path counts from the folder of that one."""
+    if not (isinstance(name_or_path, os.PathLike) or str(name_or_path).strip().lower().endswith(".toml")):
+        return _shipped(_resolve(name_or_path))
+    folder = above[-1].parent if above else pathlib.Path()
+    path = pathlib.Path(os.path.realpath(folder / os.fspath(name_or_path).strip()))
+    if path in above:
+        chain = " -> ".join(map(str, [*above, path]))
+        raise ValueError(f"expected a file that is not based on itself, got {chain}; give one of them another base")
     try:
-        table = tomllib.loads(content.decode("utf-8-sig"))
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"device file {path}: expected a readable TOML file, got {error}") from error
+    return _chip(_toml(content, str(path)), str(path), (*above, path))
+
+
+@functools.cache
+def _shipped(name: str) -> _Chip:
+    return _chip(_shipped_table(name), f"{name}.toml")
+
+
+@functools.cache
+def _shipped_table(name: str) -> dict[str, Any]:
+    return _toml(_folder().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml")
+
+
+def _folder():
+    return importlib.resources.files("npumodel.hardware").joinpath("devices")
+
+
+def _toml(content: bytes, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"device file {file}: expected TOML, got {error}") from error
-    known = ("description", *STRINGS, *NUMBERS)
-    problems = [f"  {key}: unknown key{near(key, known)}" for key in table if key not in known]
-    problems += [f"  {key}: missing" for key in known if key not in table]
-    if not isinstance(table.get("description", ""), str):
-        problems.append(f"  description: expected a string, got {table['description']!r}")
-    found = _numbers({key: table[key] for key in NUMBERS if key in table}, problems)
-    values = {key: table[key] for key in STRINGS if key in table} | _nested(found)
+
+
+def _chip(table: dict[str, Any], file: str, above: tuple[pathlib.Path, ...] = ()) -> _Chip:
+    """What the file and its base say. Raises ValueError with everything that is wrong."""
+    problems = [f"  {key}: unknown key{near(key, _KNOWN)}" for key in table if key not in _KNOWN]
+    needed = _OWN if "base" in table else _NEEDED
+    problems += [f"  {key}: missing" for key in needed if key not in table]
+    problems += _text_problems(table)
+    strings, numbers = _base(table, problems, above)
+    found = numbers | _numbers({key: table[key] for key in NUMBERS if key in table}, problems)
+    values = strings | {key: table[key] for key in STRINGS if key in table} | _nested(found)
     problems += check(values)
     if problems:
         raise ValueError("\n".join([f"device file {file}: {len(problems)} problem(s)", *problems]))
     return values, found
+
+
+def _text_problems(table: dict[str, Any]) -> list[str]:
+    problems = []
+    if not isinstance(table.get("description", ""), str):
+        problems.append(f"  description: expected a string, got {table['description']!r}")
+    aliases = table.get("aliases", [])
+    if not (isinstance(aliases, list) and all(isinstance(alias, str) for alias in aliases)):
+        problems.append(f"  aliases: expected a list of strings, got {aliases!r}")
+    return problems
+
+
+def _base(table: dict[str, Any], problems: list[str], above: tuple[pathlib.Path, ...]) -> _Chip:
+    """The strings and numbers to take over; none without a base, nor from a bad one, which goes to `problems`."""
+    if "base" not in table:
+        return {}, {}
+    try:
+        values, numbers = _read(table["base"], above)
+    except ValueError as error:
+        problems.append("  base: " + str(error).removeprefix("device: ").replace("\n", "\n  "))
+        return {}, {}
+    return {key: values[key] for key in _INHERITED}, numbers
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
 
 
 def _numbers(tables: dict[str, Any], problems: list[str]) -> Provenance:
@@ -125,10 +202,10 @@ def _numbers(tables: dict[str, Any], problems: list[str]) -> Provenance:
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     """macs_per_cycle = {float16: t} as "macs_per_cycle.float16": t."""
-    flat = {key: table for key, table in tables.items() if key != "macs_per_cycle"}
-    macs = tables.get("macs_per_cycle", {})
+    macs = tables.get("macs_per_cycle")
     if not isinstance(macs, dict) or not macs:
-        return flat | {"macs_per_cycle": macs}
+        return tables
+    flat = {key: table for key, table in tables.items() if key != "macs_per_cycle"}
     return flat | {f"macs_per_cycle.{dtype}": table for dtype, table in macs.items()}
 
 

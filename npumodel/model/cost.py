@@ -2,28 +2,32 @@
 
     seconds = sum over kernels of  launch + per_core * cores + per_task * waves + time of the busiest core
 
-`price` is what the search differentiates and vmaps; `estimate` (a module of its own) makes a readable Cost of it.
+`price` is what the search differentiates; `estimate` (a module of its own) makes a readable Cost of it. All reals of a
+call, a tile and a device are arrays of one shape or scalars, so that one call prices a single plan or any number of
+them side by side.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..hardware import DeviceSpec
-from ..relax import floor_div, gate, tent
+from ..relax import floor_div, gate
 from ..tile import TileConfig
 from . import tiling
-from .durations import Block, TimeConstants, l0_bytes, measure, miss_share, stage_bytes, stage_seconds
+from .durations import TimeConstants, Work, combine, measure, miss_share, work
 from .graph import Kernel, compile_graph
-from .pipeline import TRANSIENT, fast, knobs
+from .pipeline import PERIOD, TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import Blocks, Problem, Traffic
+
+#: How to compile a gradient of `price`. XLA on CPU copies cheap operations into each of their consumers, and the
+#: backward pass of the schedule is nothing but those: without this it is 7 times slower, and compiles 3 times longer.
+GRADIENT_OPTIONS = {"xla_disable_hlo_passes": "fusion"}
 
 
 class Options(NamedTuple):
@@ -38,20 +42,20 @@ class Options(NamedTuple):
 
 
 class KernelPrice(NamedTuple):
-    """One kernel. Times in seconds; busy, wait and bytes per stage of its table [stages]: of the busiest core, bytes of
-    the whole call."""
+    """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
+    whole call; `combine`: joining the parts of split keys, at the end."""
 
     launch: Any
     core: Any
-    busy: Any
-    wait: Any
-    bytes: Any
+    busy: dict
+    wait: dict
+    bytes: dict
+    combine: Work
     hbm_bytes: Any
     l1_read_bytes: Any
     l1_fill_bytes: Any
     footprints: dict
     traffic: Traffic
-    steps: Any
 
 
 class Price(NamedTuple):
@@ -72,15 +76,13 @@ def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options
 
 
 class Parts(NamedTuple):
-    """One kernel, cut and timed: everything that the schedule starts from. seconds, bytes [stages, 2, 2]: full and
-    ragged rows by full and ragged columns; feet: bytes needed per buffer."""
+    """One kernel, cut and timed: everything that the schedule starts from. corners [4]: one step's work for full rows
+    and full columns, full and ragged, ragged and full, ragged and ragged; feet: bytes needed per buffer."""
 
     table: StageTable
     blocks: Blocks
     traffic: Traffic
-    corners: Block
-    seconds: Any
-    bytes: Any
+    corners: Work
     feet: dict
 
 
@@ -90,92 +92,141 @@ def parts(
     """Cut a call into blocks and time every stage of one of its kernels."""
     table = stage_table(kernel, d.arch)
     table = table if o.overlap else table.serial()
-    b = tiling.cut(p, tile, o.transient, temperature)
+    b = tiling.cut(p, tile, temperature)
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
-    work = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
-    x = tiling.share_of_chip(p, d, b, feet["L1"], work, temperature)
-    rows, cols = jnp.stack([b.rows, b.tail_rows]), jnp.stack([b.cols, b.tail_cols])
-    corners = measure(p, d, rows, cols, len(kernel.ops) > 1, temperature)
-    seconds = stage_seconds(table, t, p, d, x, corners)
-    return Parts(table, b, x, corners, seconds, stage_bytes(table, p, x, corners), feet)
+    workspace = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
+    x = tiling.share_of_chip(p, tile, d, b, feet["L1"], workspace, temperature)
+
+    def corner(rows, cols) -> Work:
+        fused = len(kernel.ops) > 1
+        return work(table, t, p, d, x, measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature))
+
+    rows, tail_rows, cols, tail_cols = jnp.broadcast_arrays(b.rows, b.tail_rows, b.cols, b.tail_cols)
+    corners = jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
+    return Parts(table, b, x, corners, feet)
 
 
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
-    table, b, x, corners, seconds, moved, feet = parts(kernel, t, p, tile, d, o, temperature)
-    head, heaviest = _head_times(table, seconds, b, tile, t.sync, o, temperature)
-    per_core = x.waves / b.q_blocks  # heads that the busiest core works through
-    calls = p.batch * p.q_heads
+    table, b, x, corners, feet = parts(kernel, t, p, tile, d, o, temperature)
+    per_head = b.q_blocks * b.parts
+    heads = floor_div(x.waves, per_head, temperature)  # that the busiest core works through
+    left = jnp.maximum(x.waves - heads * per_head, 0.0)
+    head = _head_times(table, corners.seconds, b, left, tile, t.sync, o, temperature)
+    combined = combine(t, p, d, x, b.parts, temperature)
+    per_core = x.waves / per_head
     runs = _runs(table, b)
-    moved = calls * (runs * moved).sum((1, 2))
-    fills = np.array([s.action in ("gm_l1", "ub_l1") for s in table.stages])
-    from_gm = jnp.stack([miss_share(s, x) * (s.action in GM_PATHS) * jnp.ones_like(b.rows) for s in table.stages])
-    reads = [runs[i] * sum(l0_bytes(s, p, corners)) for i, s in enumerate(table.stages) if s.action == "matmul"]
+    busy = {name: per_core * (runs[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
+    moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
+    fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
+    from_gm = [miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS]
+    partials, _, joined = combined.bytes.values()
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(_core_seconds(b, x, head, temperature), heaviest),
-        busy=per_core * (runs * seconds).sum((1, 2)),
-        wait=per_core * head.wait,
+        core=jnp.maximum(heads * head.total.makespan + head.rest, head.heaviest) + sum(combined.seconds.values()),
+        busy=busy,
+        wait={name: per_core * wait for name, wait in head.total.wait.items()},
         bytes=moved,
-        hbm_bytes=moved @ from_gm,
-        l1_read_bytes=calls * sum(r.sum() for r in reads) if reads else jnp.zeros_like(b.rows),
-        l1_fill_bytes=jnp.where(fills, moved, 0.0).sum(),
+        combine=combined,
+        hbm_bytes=sum(from_gm) + x.work_miss * partials + joined,
+        l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
+        l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
         footprints=feet,
         traffic=x,
-        steps=calls * b.steps,
     )
 
 
-def _runs(table: StageTable, b: Blocks):
-    """[stages, 2, 2] how often each stage runs in one head, for full and ragged rows by full and ragged columns."""
-    one, none = jnp.ones_like(b.rows), jnp.zeros_like(b.rows)
+_STEP = "step"
+
+
+def _runs(table: StageTable, b: Blocks) -> dict:
+    """[4] how often each stage runs in one head, for the corners of `Parts`; and "step": how often a step does."""
+    one, none = jnp.ones_like(b.steps), jnp.zeros_like(b.steps)
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
-    inner = jnp.maximum(b.steps - b.kv_blocks - at_end, 0.0)
-    started = jnp.maximum(b.q_blocks - b.shorter[0] - 1, 0.0)  # tasks without a single step load nothing
+    inner = jnp.maximum(b.steps - b.last_steps - at_end, 0.0)
+
+    def more(steps, weight):  # parts beyond the first that have a step
+        return weight * (jnp.minimum(b.parts, steps) - gate(steps))
+
+    started = b.started - 1 + jax.vmap(more)(b.sample_steps, tiling.sample_weights(b, 0.0, b.q_blocks)).sum(0)
     counts = {
-        "step": (inner, at_end, jnp.maximum(b.kv_blocks - 1, 0.0), one),
-        "task_start": (started, none, one, none),
-        "task_end": (b.q_blocks - 1, none, one, none),
+        "step": (inner, at_end, jnp.maximum(b.last_steps - 1, 0.0), one),
+        "task_start": (started, none, jnp.minimum(b.parts, b.last_steps), none),
+        "task_end": ((b.q_blocks - 1) * b.parts, none, b.parts, none),
     }
-    return jnp.stack([jnp.stack(counts[s.when]).reshape(2, 2) for s in table.stages])
+    stacked = {when: jnp.stack(jnp.broadcast_arrays(*values, one)[:4]) for when, values in counts.items()}
+    return {s.name: stacked[s.when] for s in table.stages} | {_STEP: stacked["step"]}
 
 
 class _Head(NamedTuple):
-    """All tasks of a head: their makespans added up, the mean of those before the last, the waits added up."""
+    """The tasks of a head. total: their makespans and waits, added up; rest: makespans of the tasks that the busiest
+    core does beyond whole heads; heaviest: the longest task."""
 
-    makespan: Any
-    usual: Any
-    wait: Any
-
-
-def _core_seconds(b: Blocks, x: Traffic, head: _Head, temperature):
-    """The busiest core: whole heads, and of one more head so many tasks as are left: full ones, or, where tasks differ
-    in length (causal), tasks of mean length, since long and short ones are dealt out in pairs."""
-    heads = floor_div(x.waves, b.q_blocks, temperature)
-    task = jnp.maximum(head.usual, head.makespan / b.q_blocks)
-    return heads * head.makespan + jnp.maximum(x.waves - heads * b.q_blocks, 0.0) * task
+    total: TaskTimes
+    rest: Any
+    heaviest: Any
 
 
-def _head_times(table: StageTable, seconds, b: Blocks, tile: TileConfig, sync, o: Options, temperature):
-    """(times of all tasks of a head, seconds of its longest task). Between whole buffers and lookaheads: the mean of
-    the neighbours."""
+def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, sync, o: Options, temperature) -> _Head:
+    """Schedule the tasks of a head, and `left` of them. Between whole lookaheads: the mean of the neighbours."""
 
-    def at(buffers, lookahead):
-        k = knobs(table, buffers, lookahead, sync)
-        run = partial(fast, table, steps=b.kv_blocks, k=k, transient=o.transient, waits=o.waits)
-        times = jax.vmap(run, 1)(seconds[..., 0], seconds[..., 1])  # [2]: full rows, ragged rows
-        (whole, lengths, empty), (ragged, _, _) = (jax.tree.map(itemgetter(i), times) for i in (0, 1))
-        early = gate(b.q_blocks - b.reach_end) * tiling.at_length(lengths.makespan, b.kv_blocks - 1)
-        heaviest = jnp.maximum(jnp.maximum(early, ragged.makespan), gate(b.reach_end - 1) * whole.makespan)
-        total = jax.tree.map(partial(tiling.over_tasks, b), lengths, whole, ragged, empty)
-        usual = (total.makespan - ragged.makespan) / jnp.maximum(b.q_blocks - 1, 1.0)
-        return _Head(total.makespan, usual, total.wait), heaviest
+    def at(lookahead) -> _Head:
+        k = knobs(table, tile.buffers, lookahead, sync)
+        steps = jnp.maximum(b.last_steps / b.parts, 1.0)
+
+        def run(full, tail) -> TaskTimes:
+            return task(table, full, tail, steps, k, o.transient, o.waits)
+
+        every = lengths(table, {n: x[0] for n, x in seconds.items()}, k, o.transient, o.waits)
+        both = jax.vmap(run)(*({n: x[i::2] for n, x in seconds.items()} for i in (0, 1)))
+        whole, last = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
+        return _tasks_of_a_head(b, left, every, whole, last, steps, tile.core_order)
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:
-        return at(tile.buffers, lookahead)
-    low = [jax.lax.stop_gradient(jnp.floor(x)) for x in (tile.buffers, lookahead)]
-    share = [x - whole for x, whole in zip((tile.buffers, lookahead), low, strict=True)]
-    corners = [(i, j) for i in (0.0, 1.0) for j in (0.0, 1.0)]
-    weights = jnp.stack([tent(share[0] - i) * tent(share[1] - j) for i, j in corners])
-    values = jax.vmap(lambda c: at(low[0] + c[0], low[1] + c[1]))(jnp.asarray(corners))
-    return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), values)
+        return at(lookahead)
+    low = jax.lax.stop_gradient(jnp.floor(lookahead))
+    heads = jax.vmap(at)(jnp.stack([low, low + 1]))
+    return jax.tree.map(lambda x: x[0] + (lookahead - low) * (x[1] - x[0]), heads)
+
+
+def _tasks_of_a_head(
+    b: Blocks, left, every: TaskTimes, whole: TaskTimes, ragged: TaskTimes, steps, core_order: str
+) -> _Head:
+    """Add up the tasks of a head. every: tasks of 0, 1, .. full steps; whole, ragged: a task of `steps` steps that ends
+    with the ragged columns, for full and for ragged rows.
+
+    left: tasks of one more head that the busiest core does. "balanced": full ones, or, where tasks differ in length
+    (causal), tasks of mean length, since long and short ones are dealt out in pairs; "contiguous": the last ones.
+    """
+
+    def of(steps) -> TaskTimes:  # all tasks of one q block of full rows that sees `steps` kv blocks
+        return jax.tree.map(lambda x: b.parts * x, at_steps(every, steps / b.parts))
+
+    def plus(x, y, times: Any = 1.0):
+        return jax.tree.map(lambda a, b: a + times * b, x, y)
+
+    def over(first, last) -> TaskTimes:
+        weights = tiling.sample_weights(b, first, last)
+        return jax.tree.map(lambda x: (weights * x).sum(0), sampled)
+
+    sampled = jax.vmap(of)(b.sample_steps)
+    end = plus(whole, at_steps(every, steps), -1.0)  # what the ragged columns change
+    working = jnp.minimum(b.parts, b.last_steps)
+    empty = jax.tree.map(itemgetter(0), every)
+    last = plus(jax.tree.map(lambda x, e: working * x - (working - 1) * e, ragged, end), empty, b.parts - working)
+    seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
+    growth = jax.tree.map(lambda x: (x[-1] - x[-1 - PERIOD]) / PERIOD, every)
+    before = plus(over(0.0, b.q_blocks), growth, b.steps - b.last_steps - seen)
+    before = plus(before, end, b.reach_end - 1)
+    total = plus(before, last)
+    most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
+    heaviest = jnp.maximum(at_steps(every, most).makespan, ragged.makespan)
+    heaviest = jnp.maximum(heaviest, gate(b.reach_end - 1) * whole.makespan)
+    if core_order == "contiguous":
+        blocks = jnp.maximum(left / b.parts - 1, 0.0)
+        inner = plus(over(b.q_blocks - 1 - blocks, b.q_blocks - 1), end, jnp.minimum(b.reach_end - 1, blocks))
+        rest = inner.makespan + jnp.minimum(left / b.parts, 1.0) * last.makespan
+    else:
+        usual = before.makespan / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0)
+        rest = left * jnp.maximum(usual, total.makespan / (b.q_blocks * b.parts))
+    return _Head(total, rest, heaviest)

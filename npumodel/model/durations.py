@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
-from ..relax import ceil_div
+from ..relax import ceil_div, gate
 from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
 from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth
 
@@ -28,6 +28,10 @@ MASK_PASSES = (2, 0, 0)
 RESCALE_PASSES = (1, 1, 0)
 #: Dividing by the row sum runs at the exp rate (vendor table: Div as Exp); then the cast.
 FINALIZE_PASSES = (1, 0, 1)
+#: Weighing a partial output: multiply; add, a two-source op; and exp of its row max, one value a row.
+COMBINE_PASSES = (1, 1, 1)
+#: Softcap: multiply by 1 / cap; tanh as (e^2x - 1) / (e^2x + 1): exp, two adds, a division; multiply by the cap.
+SOFTCAP_PASSES = (4, 0, 2)
 #: Moving L0C to UB by the vector unit (coupled): the move itself is charged in bytes.
 DRAIN_PASSES = (0, 0, 0)
 
@@ -141,10 +145,10 @@ class Size(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One step's work, for [2, 2] corners: full and ragged rows by full and ragged columns.
+    """One step's work: `rows` query rows (of all packed heads) by `cols` keys, cut into pieces.
 
-    rows [2, 1], cols [1, 2], head_dim, v_head_dim []; unit_rows [2, 1] rows of one of the `units` vector units;
-    score_tiles [2, 2], out_tiles [2, 1]: vector tiles of a unit's share; fused: whether other ops share the kernel.
+    unit_rows: rows of one of the `units` vector units; score_tiles, out_tiles: vector tiles of a unit's share; parts:
+    tasks that share one q block; fused: whether other ops share the kernel.
     """
 
     rows: Size
@@ -155,6 +159,7 @@ class Block(NamedTuple):
     unit_rows: Any
     score_tiles: Any
     out_tiles: Any
+    parts: Any
     fused: bool
 
     @property
@@ -162,38 +167,49 @@ class Block(NamedTuple):
         return self.rows.length * self.cols.length
 
 
-def measure(p: Problem, d: DeviceSpec, rows, cols, fused: bool, temperature) -> Block:
-    """Count the pieces of a block. rows, cols [2]: full and ragged."""
-    lengths = jnp.concatenate([rows, cols, jnp.stack([p.head_dim, p.v_head_dim])])
+class Work(NamedTuple):
+    """One run of every stage of a table: seconds by stage; bytes that it moves by stage, by one core with all its
+    vector units (0 for compute); bytes that the matrix unit's loads read from L1."""
+
+    seconds: dict
+    bytes: dict
+    l1_reads: Any
+
+
+def work(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block) -> Work:
+    """Time every stage of one step."""
+    zero = jnp.zeros_like(b.scores * p.head_dim * x.active)
+    moved = {s.name: zero if s.compute else zero + _bytes(s, p, x, b) for s in table.stages}
+    seconds = {s.name: zero + _seconds(s, table, t, p, d, x, b) for s in table.stages}
+    reads = [sum(l0_bytes(s, p, b)) for s in table.stages if s.action == "matmul"]
+    return Work(seconds, moved, sum(reads, zero))
+
+
+def measure(p: Problem, d: DeviceSpec, rows, cols, parts, fused: bool, temperature=0.0) -> Block:
+    """Count the pieces of a block of `rows` x `cols`."""
     k_fractal, k_block = 32 / p.element_bytes, l0_depth(d, p.element_bytes)
-    sizes = (FRACTAL, k_fractal, MIN_VECTOR_ROWS, L0_BLOCK, k_block)
-    pieces = [ceil_div(lengths, size, temperature) for size in sizes]
-    columns = [lengths, FRACTAL * pieces[0], k_fractal * pieces[1], MIN_VECTOR_ROWS * pieces[2], *pieces[3:]]
-    row, col = Size(*(c[:2, None] for c in columns)), Size(*(c[None, 2:4] for c in columns))
-    head, v_head = (Size(*(c[i] for c in columns)) for i in (4, 5))
-    unit_rows = ceil_div(row.length, d.vector_cores_per_cube, temperature)
-    tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * col.length)
+
+    def size(length) -> Size:
+        def pieces(of):
+            return ceil_div(length, of, temperature)
+
+        fractal, depth, vector = (of * pieces(of) for of in (FRACTAL, k_fractal, MIN_VECTOR_ROWS))
+        return Size(length, fractal, depth, vector, pieces(L0_BLOCK), pieces(k_block))
+
+    row, col, v_head = size(rows), size(cols), size(p.v_head_dim)
+    unit_rows = ceil_div(rows, d.vector_cores_per_cube, temperature)
+    tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * cols)
     score_tiles = ceil_div(unit_rows * col.vector * ACC_BYTES, tile, temperature)
     out_tiles = ceil_div(unit_rows * v_head.vector * ACC_BYTES, d.vector_tile_bytes, temperature)
-    return Block(row, col, head, v_head, d.vector_cores_per_cube, unit_rows, score_tiles, out_tiles, fused)
-
-
-def stage_seconds(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
-    """[stages, 2, 2] seconds of one run of every stage of `table`."""
-    return jnp.stack([_seconds(stage, table, t, p, d, x, b) + jnp.zeros_like(b.scores) for stage in table.stages])
-
-
-def stage_bytes(table: StageTable, p: Problem, x: Traffic, b: Block):
-    """[stages, 2, 2] bytes that one run of every stage moves, by one core with all its vector units (0 for compute)."""
-    none = jnp.zeros_like(b.scores)
-    return jnp.stack([none if stage.compute else _bytes(stage, p, x, b) for stage in table.stages])
+    units = d.vector_cores_per_cube
+    return Block(row, col, size(p.head_dim), v_head, units, unit_rows, score_tiles, out_tiles, parts, fused)
 
 
 def _seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
     if stage.action == "matmul":
         return _matmul_seconds(stage, t, p, d, b)
     if stage.action == "vector":
-        return _vector_seconds(stage, table, t, b)
+        return _vector_seconds(stage, table, t, p, b)
     return _move_seconds(stage, t, p, d, x, b)
 
 
@@ -232,14 +248,18 @@ _PASSES = {
 }
 
 
-def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, b: Block):
+def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, b: Block):
     """Vector passes over a unit's share of the block, a vector tile at a time; each pass is one instruction a tile."""
     outputs = stage.tensor in ("o", "o_final")
     elements = b.unit_rows * (b.v_head_dim.vector if outputs else b.cols.vector)
     passes = SOFTMAX_ALONE_PASSES if stage.name == "softmax" and not b.fused else _PASSES[stage.name]
     add, reduce, exp = passes
-    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp)
-    seconds = seconds + sum(passes) * (b.out_tiles if outputs else b.score_tiles) * t.vector_instr
+    tiles = b.out_tiles if outputs else b.score_tiles
+    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp) + sum(passes) * tiles * t.vector_instr
+    if stage.name == "softmax":
+        add, _, exp = SOFTCAP_PASSES
+        cap = elements * (add * t.vector + exp * t.exp) + (add + exp) * tiles * t.vector_instr
+        seconds = seconds + p.softcap * cap
     if stage.name == "softmax":  # new maximum, its exp, the running sum: a few ops on one value a row
         seconds = seconds + b.unit_rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
     fills_ub = table.arch == "coupled" and any(w in ("qk_matmul", "pv_matmul") for w in stage.waits)
@@ -253,14 +273,21 @@ def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
     size = {
         "q": q,
         "k": k + x.spill * (q + k),  # what does not fit in L1 is fetched again every step: Q and K for QK^T,
-        "v": v + x.spill * (v + b.scores * e),  # V and P for PV
+        "v": p.v_loads * v + x.spill * (v + b.scores * e),  # V and P for PV
         "s": reads * b.scores * ACC_BYTES,
         "p": b.scores * e,
         "mask": b.scores * p.mask_bytes,
         "o": b.rows.length * p.v_head_dim * ACC_BYTES,
-        "o_final": b.rows.length * p.v_head_dim * e,
+        "o_final": b.rows.length * (p.v_head_dim * e + partial_bytes(p, b.parts)),
     }
-    return size[stage.tensor] + jnp.zeros_like(b.scores)
+    return size[stage.tensor]
+
+
+def partial_bytes(p: Problem, parts):
+    """Bytes of one row of a partial output beyond those of the output: float32 instead of the dtype, and row max and
+    sum (a 32-byte block each). 0 where one task sees all keys of its rows."""
+    more = p.v_head_dim * (ACC_BYTES - p.element_bytes) + 2 * MIN_VECTOR_ROWS * ACC_BYTES
+    return gate(parts - 1) * more
 
 
 def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
@@ -268,15 +295,48 @@ def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: 
     path and this core's share of the HBM bandwidth, and every burst costs `burst_half_bytes` more:
     bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4). One burst a step, but scores
     enter UB one vector tile at a time."""
-    path = getattr(t, stage.action)
     units = b.units if stage.action in VECTOR_PATHS else 1.0
     moved = _bytes(stage, p, x, b) / units
     if stage.action not in GM_PATHS:
-        return moved * path
+        return moved * getattr(t, stage.action)
     bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "mask") else 1.0
-    miss = miss_share(stage, x)
-    from_hbm = jnp.maximum(path, t.hbm * x.active * units)
-    return (moved + bursts * d.burst_half_bytes) * ((1 - miss) * path + miss * from_hbm)
+    bursts = bursts * p.v_loads if stage.tensor == "v" else bursts
+    return _gm_seconds(stage.action, moved, bursts, miss_share(stage, x), units, t, d, x)
+
+
+def _gm_seconds(path: str, moved, bursts, miss, units, t: TimeConstants, d: DeviceSpec, x: Traffic):
+    per_byte = getattr(t, path)
+    from_hbm = jnp.maximum(per_byte, t.hbm * x.active * units)
+    return (moved + bursts * d.burst_half_bytes) * ((1 - miss) * per_byte + miss * from_hbm)
+
+
+#: The stages that join partial outputs: name, pipe of the vector unit, data path (or "vector").
+COMBINE = (("load_partials", "MTE2", "gm_ub"), ("combine", "VECTOR", "vector"), ("store_combined", "MTE3", "ub_gm"))
+
+
+def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temperature=0.0) -> Work:
+    """Joining the partial outputs of split keys, after all cores have met: every vector unit of the chip takes an equal
+    share of the rows, reads all parts of them (from L2 as far as it holds the workspace), weighs and adds them, divides
+    and stores. All zero where parts = 1."""
+    units, split = d.cube_cores * d.vector_cores_per_cube, gate(parts - 1)
+    rows = p.batch * p.q_heads * p.q_len
+    mine = ceil_div(rows, units, temperature)
+    row_bytes = p.v_head_dim * p.element_bytes + partial_bytes(p, parts)
+    add, reduce, exp = COMBINE_PASSES
+    elements = mine * MIN_VECTOR_ROWS * ceil_div(p.v_head_dim, MIN_VECTOR_ROWS, temperature)
+    passes = add * t.vector + reduce * t.reduce
+    vector = elements * (parts * passes + FINALIZE_PASSES[0] * t.vector + FINALIZE_PASSES[2] * t.exp)
+    vector = vector + parts * mine * MIN_VECTOR_ROWS * exp * t.exp
+    tiles = ceil_div(elements * ACC_BYTES, d.vector_tile_bytes, temperature)
+    vector = vector + tiles * (parts * sum(COMBINE_PASSES) + sum(FINALIZE_PASSES)) * t.vector_instr + t.sync
+    everywhere = x._replace(active=d.cube_cores)
+    moved = (parts * rows * row_bytes, 0.0, rows * p.v_head_dim * p.element_bytes)
+    share = mine / rows
+    load = _gm_seconds("gm_ub", moved[0] * share, parts * tiles, x.work_miss, d.vector_cores_per_cube, t, d, everywhere)
+    store = _gm_seconds("ub_gm", moved[2] * share, tiles, 1.0, d.vector_cores_per_cube, t, d, everywhere)
+    names = [name for name, _, _ in COMBINE]
+    seconds = {name: split * s for name, s in zip(names, (load, vector, store), strict=True)}
+    return Work(seconds, {name: split * m for name, m in zip(names, moved, strict=True)}, 0.0)
 
 
 def miss_share(stage: Stage, x: Traffic):

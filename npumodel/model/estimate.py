@@ -15,8 +15,8 @@ from ..hardware.spec import OVERFLOWS
 from ..tile import TileConfig
 from ..workload import AttentionShape
 from . import tiling
-from .cost import KernelPrice, Options, Price, price
-from .durations import TimeConstants, time_constants
+from .cost import GRADIENT_OPTIONS, KernelPrice, Options, Price, price
+from .durations import COMBINE, TimeConstants, time_constants
 from .graph import STAGE_TITLES, compile_graph
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import Problem
@@ -27,7 +27,7 @@ def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> Pr
     return price(time_constants(d, options.dtype), p, tile, d, options)
 
 
-@partial(jax.jit, static_argnames="options")
+@partial(jax.jit, static_argnames="options", compiler_options=GRADIENT_OPTIONS)
 def _broken_down(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> TimeConstants:
     """Each time constant times the gradient of the seconds with respect to it."""
     t = time_constants(d, options.dtype)
@@ -178,7 +178,7 @@ def _real(x):
 
 @partial(jax.jit, static_argnames="masked")
 def _footprints(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
-    b = tiling.cut(p, tile, 1)
+    b = tiling.cut(p, tile)
     graph = compile_graph(masked, tile.fusion)
     feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in graph.kernels]
     return {name: jnp.stack([f[name] for f in feet]).max(0) for name in feet[0]}
@@ -192,40 +192,43 @@ def footprints(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> t
 
 
 def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
-    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available.
+    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
+    heads that do not divide.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
     feet = footprints(shape, device, tile)
-    return [
+    problems = [
         f"{f.buffer} needs {f.needed:,.0f} bytes, there are {f.available:,.0f}"
         for f in feet
         if not f.fits and not (f.buffer == "L1" and device.overflow == "spill")
     ]
+    group = shape.q_heads // shape.kv_heads
+    if group % tile.heads_packed:
+        problems.append(f"heads_packed: expected a divisor of q_heads / kv_heads = {group}, got {tile.heads_packed}")
+    return problems
 
 
 def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
     graph = compile_graph(options.masked, tile.fusion)
     tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
-    stages = tuple(
-        StageCost(s.name, s.op, s.pipe, float(k.busy[i]), float(k.wait[i]), float(k.bytes[i]))
-        for table, k in zip(tables, result.kernels, strict=True)
-        for i, s in enumerate(table.stages)
-    )
-    actions = [s.action for table in tables for s in table.stages]
+    pairs = list(zip(tables, result.kernels, strict=True))
+    stages = tuple(stage for table, k in pairs for stage in (*_stages(table, k), *_combine_stages(device, tile, k)))
+    actions = {s.name: s.action for table in tables for s in table.stages} | {name: path for name, _, path in COMBINE}
     traffic: dict[str, float] = {}
-    for stage, action in zip(stages, actions, strict=True):
-        if action not in ("matmul", "vector"):
-            traffic[action] = traffic.get(action, 0.0) + stage.bytes
+    for stage in stages:
+        if actions[stage.name] not in ("matmul", "vector"):
+            traffic[actions[stage.name]] = traffic.get(actions[stage.name], 0.0) + stage.bytes
     asked = sum(total for path, total in traffic.items() if path in GM_PATHS)
     traffic["hbm"] = float(sum(k.hbm_bytes for k in result.kernels))
-    pipes = [_pipe_seconds(table, k) for table, k in zip(tables, result.kernels, strict=True)]
+    pipes = [_pipe_seconds(table, k) for table, k in pairs]
+    combined = float(sum(sum(k.combine.seconds.values()) for k in result.kernels))
     launch = float(sum(k.launch for k in result.kernels))
     reads, fills = (float(sum(getattr(k, name) for k in result.kernels)) for name in ("l1_read_bytes", "l1_fill_bytes"))
     together: dict[str, float] = {}
-    for kernel in pipes:
-        for pipe, seconds in kernel.items():
-            together[pipe] = together.get(pipe, 0.0) + seconds
+    for stage in stages:
+        together[stage.pipe] = together.get(stage.pipe, 0.0) + stage.busy
+    tasks, steps = tasks_and_steps(shape, tile)
     return Cost(
         shape=shape,
         device=device.name,
@@ -237,15 +240,15 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         l2_hit_rate=1 - traffic["hbm"] / asked,
         launches=graph.launches,
         launch_seconds=launch,
-        lower_bound=launch + sum(max(kernel.values()) for kernel in pipes),
-        upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device),
+        lower_bound=launch + combined + sum(max(kernel.values()) for kernel in pipes),
+        upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device, steps / tasks),
         bound=max(together, key=together.__getitem__) if max(together.values()) > launch else "launch",
         footprints=tuple(
             Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(bytes_))
             for name, bytes_ in tiling.capacities(device).items()
         ),
-        tasks=round(float(result.kernels[0].traffic.tasks)),
-        steps=round(float(result.kernels[0].steps)),
+        tasks=tasks,
+        steps=steps,
         cores=round(float(result.kernels[0].traffic.active)),
         graph=str(graph),
         chip=device,
@@ -253,14 +256,50 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
     )
 
 
-def _hand_overs(tables, result: Price, device: DeviceSpec) -> float:
+def _stages(table: StageTable, k: KernelPrice) -> list[StageCost]:
+    return [
+        StageCost(s.name, s.op, s.pipe, float(k.busy[s.name]), float(k.wait.get(s.name, 0.0)), float(k.bytes[s.name]))
+        for s in table.stages
+    ]
+
+
+def _combine_stages(device: DeviceSpec, tile: TileConfig, k: KernelPrice) -> list[StageCost]:
+    """What joins the parts of split keys, if they are split; nothing runs beside it."""
+    if tile.split_kv == 1:
+        return []
+    pipes = [pipe if pipe == "VECTOR" or device.arch == "coupled" else f"{pipe}.V" for _, pipe, _ in COMBINE]
+    return [
+        StageCost(name, "softmax", pipe, float(k.combine.seconds[name]), 0.0, float(k.combine.bytes[name]))
+        for (name, _, _), pipe in zip(COMBINE, pipes, strict=True)
+    ]
+
+
+def tasks_and_steps(shape: AttentionShape, tile: TileConfig) -> tuple[int, int]:
+    """(tasks, steps of all tasks) of the whole call, counted in integers: exact for any size."""
+    begin, end = kv_blocks(shape, tile)
+    stacks = shape.batch * shape.q_heads // tile.heads_packed
+    return stacks * len(begin) * tile.split_kv, stacks * int((end - begin).sum())
+
+
+def kv_blocks(shape: AttentionShape, tile: TileConfig) -> tuple[np.ndarray, np.ndarray]:
+    """First kv block, and the one after the last, of each q block of a head: two times [q_blocks]. The kv blocks lie on
+    one grid from key 0; those between are the ones of which some query of the q block sees a key."""
+    rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
+    low, high = shape.band
+    first = np.arange(0, shape.q_len, rows, dtype=np.int64)
+    last = np.minimum(first + rows, shape.q_len) - 1
+    begin, end = np.clip(first + low, 0, shape.kv_len) // cols, -(-np.clip(last + high + 1, 0, shape.kv_len) // cols)
+    return np.minimum(begin, end), end
+
+
+def _hand_overs(tables, result: Price, device: DeviceSpec, steps_of_a_task: float) -> float:
     """Seconds of all hand-overs of the busiest core, one after the other."""
     count = sum(
-        sum(s.sync for s in table.stages) * float(k.steps / k.traffic.tasks * k.traffic.waves)
+        sum(s.sync for s in table.stages) * steps_of_a_task * float(k.traffic.waves)
         for table, k in zip(tables, result.kernels, strict=True)
     )
     return count * float(device.sync_cycles / device.cube_hz)
 
 
 def _pipe_seconds(table: StageTable, k: KernelPrice) -> dict[str, float]:
-    return {pipe: sum(float(k.busy[i]) for i, s in enumerate(table.stages) if s.pipe == pipe) for pipe in table.pipes}
+    return {pipe: sum(float(k.busy[s.name]) for s in table.stages if s.pipe == pipe) for pipe in table.pipes}

@@ -5,24 +5,23 @@
 Pipes are in-order queues. Slot s of the program holds the front stages of step s and the back stages of step
 s - lookahead, so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1).
 
-A stage table is wired once into numbers (`Wiring`: which entries of the state a stage looks at), and one small loop
-runs any table, so that compile time does not grow with the number of stages. Two readings share that loop:
+All times are arrays of one shape (a single plan, or any number of candidates side by side): the stages of a slot are
+written out one after the other as elementwise maxima and sums. Two readings share that slot:
   `trajectory`  every slot, as long as the task (exact; makes the trace)
-  `fast`        a transient, then the period times the rest: O(1) in the sequence length
+  `lengths`, `task`   a transient, then the period times the rest: O(1) in the sequence length
 
-Ties in a maximum split the gradient evenly between the tied terms.
+The gradient is that of the critical path; where two terms of a maximum are equal, of the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
-from operator import itemgetter
+from collections.abc import Iterable
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..relax import tent
 from ..tile import MAX_BUFFERS, MAX_LOOKAHEAD
@@ -30,291 +29,296 @@ from .stages import Stage, StageTable
 
 #: After the transient the state repeats with this period: the least common multiple of the buffer depths 1..4.
 PERIOD = 12
-#: Slots that `fast` runs one by one. Pipelines have settled after 24; the last PERIOD of them measure the period.
+#: Slots that `lengths` and `task` run one by one. Pipelines have settled after 24; the last PERIOD of them measure the
+#: period.
 TRANSIENT = 24 + PERIOD
-
-#: Minus infinity of the max-plus algebra, in seconds: finite, so that gradients stay finite.
-NEVER = -1e9
 
 
 class Knobs(NamedTuple):
-    """What the schedule takes from the tile and the device: lookahead steps, buffer depths, hand-over latency (s).
-    Lookahead and depths hold whole numbers (traced or not)."""
+    """What the schedule takes from the tile and the device: lookahead steps (a whole number, traced or not), which past
+    step frees the slot of each buffer, and which one lagging stages look at (a plain number, or a weight for each: 1
+    for one of them, and between whole numbers of slots two of them share it), hand-over latency (s)."""
 
     lookahead: Any
     depths: dict
+    lag: tuple
     sync: Any
 
 
 class TaskTimes(NamedTuple):
-    """What one task costs: makespan (s), and per stage the seconds that it waited for transfers [stages], in the order
-    of the table (0 for transfers)."""
+    """What one task costs: makespan (s), and per compute stage the seconds that it waited for transfers (without
+    `waits`: nothing)."""
 
     makespan: Any
-    wait: Any
+    wait: dict
 
 
 def knobs(table: StageTable, buffers, lookahead, sync) -> Knobs:
     """Resolve the depth rules of `table` for one tile."""
-    rule: dict[str | int, Any] = {"buffers": buffers, "lookahead": lookahead + 1}
-    return Knobs(lookahead, {name: rule.get(depth, depth) for name, depth in table.depths}, sync)
+    slots = tuple(tent(jnp.clip(buffers, 1, MAX_BUFFERS) - ago) for ago in range(1, MAX_BUFFERS + 1))
+    rule: dict[str | int, Any] = {"buffers": slots, "lookahead": 1}  # lookahead + 1 slots, freed by a stage that lags
+    lag = tuple(tent(lookahead - ago) for ago in range(MAX_LOOKAHEAD + 1))
+    return Knobs(lookahead, {name: rule.get(depth, depth) for name, depth in table.depths}, lag, sync)
+
+
+class State(NamedTuple):
+    """Where a task is: when each pipe is free, when the stages that somebody looks back at last ended, and when they
+    ended 1, 2, .. slots ago."""
+
+    pipes: dict
+    ends: dict
+    past: dict
 
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """A stage table as numbers. The state is one vector of times: when each pipe is free, when each stage last ended,
-    and, for the stages that somebody looks back at, their ends 1, 2, .. HISTORY slots ago."""
+    """What each stage of a table looks at, and one run of it."""
 
     table: StageTable
-
-    HISTORY = max(MAX_BUFFERS, MAX_LOOKAHEAD)
-
-    @cached_property
-    def order(self) -> tuple[Stage, ...]:
-        """The stages of one slot in program order: front, then back."""
-        return tuple(sorted(self.table.when("step"), key=lambda s: s.group == "back"))
+    waits: bool
 
     @cached_property
-    def looked_at(self) -> tuple[str, ...]:
-        names = [s.freed_by for s in self.order if s.freed_by] + [n for s in self.order for n in self.lagging(s)]
-        return tuple(dict.fromkeys(names))
+    def front(self) -> tuple[Stage, ...]:
+        return tuple(s for s in self.table.when("step") if s.group == "front")
 
-    def lagging(self, stage: Stage) -> tuple[str, ...]:
+    @cached_property
+    def back(self) -> tuple[Stage, ...]:
+        return tuple(s for s in self.table.when("step") if s.group == "back")
+
+    @cached_property
+    def history(self) -> dict[str, int]:
+        """Slots ago that somebody looks at the end of a stage, at most."""
+        depths: dict[str, Any] = dict(self.table.depths)
+        found: dict[str, int] = {}
+        for stage in self.table.when("step"):
+            for name in self._lagging(stage):
+                found[name] = max(found.get(name, 0), MAX_LOOKAHEAD)
+            if stage.buffer:
+                name, rule = stage.freed_by or "", depths[stage.buffer]
+                self._check_order(stage, rule)
+                most = {"buffers": MAX_BUFFERS, "lookahead": 1}[rule] if isinstance(rule, str) else rule
+                found[name] = max(found.get(name, 0), most)
+        return found
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Stages whose last end is looked at after their slot."""
+        return tuple(dict.fromkeys([*self.history, *(n for s in self.table.when("task_end") for n in s.waits)]))
+
+    def _lagging(self, stage: Stage) -> tuple[str, ...]:
         """Front stages that a back stage waits for: it finds them `lookahead` slots ago."""
         if stage.group != "back":
             return ()
-        names = dict.fromkeys(stage.waits + self.table.upstream(stage))
+        names = dict.fromkeys(stage.waits + (self.table.upstream(stage) if self.waits else ()))
         return tuple(n for n in names if self.table.stage(n).when == "step" and self.table.stage(n).group == "front")
 
-    def pipe(self, name: str) -> int:
-        return self.table.pipes.index(name)
+    def _check_order(self, stage: Stage, rule: str | int):
+        """A front stage whose buffer a back stage frees has lookahead + 1 slots; all others have not."""
+        ahead = stage.group == "front" and self.table.stage(stage.freed_by or "").group == "back"
+        if ahead != (rule == "lookahead"):
+            raise ValueError(f"{stage.name}: expected lookahead + 1 slots where a back stage frees it, got {rule}")
 
-    def end(self, name: str) -> int:
-        return len(self.table.pipes) + [s.name for s in self.table.stages].index(name)
-
-    def places(self, stages: tuple[Stage, ...]) -> np.ndarray:
-        """Where these stages stand in the table."""
-        return np.array([self.end(s.name) - len(self.table.pipes) for s in stages], int)
-
-    def past(self, name: str, slots_ago: int) -> int:
-        """Where the end of a stage `slots_ago` slots before the current one is kept (1 or more)."""
-        first = len(self.table.pipes) + len(self.table.stages)
-        return first + (slots_ago - 1) * len(self.looked_at) + self.looked_at.index(name)
-
-    @property
-    def size(self) -> int:
-        return len(self.table.pipes) + len(self.table.stages) + self.HISTORY * len(self.looked_at)
-
-    @cached_property
-    def turn(self) -> np.ndarray:
-        """The state at the start of a slot, as places of the state before: the past grows older."""
-        fixed = list(range(len(self.table.pipes) + len(self.table.stages)))
-        newest = [self.end(n) for n in self.looked_at]
-        older = [self.past(n, ago) for ago in range(1, self.HISTORY) for n in self.looked_at]
-        return np.array(fixed + newest + older)
-
-    def starts(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
-        """(place, seconds to add) of all that a stage waits for; NEVER switches a place off."""
-        terms = [(self.pipe(stage.pipe), 0.0)]
-        for name in stage.waits:
-            if stage.when == "task_end" or self.table.stage(name).when == "step":
-                terms += self._ends(stage, name, k, k.sync if stage.sync else 0.0)
-        return terms + self._freed(stage, k)
-
-    def unhindered(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
-        """The same if transfers took no time: the pipe, the computations that feed the stage, and those that free its
-        buffer."""
-        terms = [(self.pipe(stage.pipe), 0.0)]
-        for name in self.table.upstream(stage):
-            terms += self._ends(stage, name, k, 0.0)
-        freed_by = stage.buffer and self.table.stage(stage.freed_by or "")
-        return terms + (self._freed(stage, k) if freed_by and freed_by.compute else [])
-
-    def _ends(self, stage: Stage, name: str, k: Knobs, more) -> list[tuple[int, Any]]:
-        if name not in self.lagging(stage):
-            return [(self.end(name), more)]
-        places = [self.end(name)] + [self.past(name, ago) for ago in range(1, MAX_LOOKAHEAD + 1)]
-        return [(place, _only(k.lookahead == i, more)) for i, place in enumerate(places)]
-
-    def _freed(self, stage: Stage, k: Knobs) -> list[tuple[int, Any]]:
-        """The buffer slot taken `depth` steps ago: a back stage frees it `lookahead` program slots later."""
-        if not stage.buffer:
-            return []
-        freed_by, depth = stage.freed_by or "", k.depths[stage.buffer]
-        if stage.group == "front" and self.table.stage(freed_by).group == "back":
-            depth = depth - k.lookahead
-        return [(self.past(freed_by, ago), _only(depth == ago, 0.0)) for ago in range(1, MAX_BUFFERS + 1)]
-
-
-def _only(condition, value):
-    return jnp.where(condition, value, NEVER)
-
-
-class _Rows(NamedTuple):
-    """Per stage: places it looks at [stages, most] and seconds to add, the same for `unhindered`, its pipe and end."""
-
-    look: Any
-    add: Any
-    look_free: Any
-    add_free: Any
-    pipe: Any
-    end: Any
-
-
-def _rows(wiring: Wiring, stages: tuple[Stage, ...], k: Knobs) -> _Rows:
-    def padded(terms):
-        most = max(map(len, terms))
-        rows = [row + [(0, NEVER)] * (most - len(row)) for row in terms]
-        add = [jnp.stack([jnp.asarray(seconds, jnp.result_type(float)) for _, seconds in row]) for row in rows]
-        return np.array([[place for place, _ in row] for row in rows]), jnp.stack(add)
-
-    pipes, ends = [wiring.pipe(s.pipe) for s in stages], [wiring.end(s.name) for s in stages]
-    starts, free = padded([wiring.starts(s, k) for s in stages]), padded([wiring.unhindered(s, k) for s in stages])
-    return _Rows(*starts, *free, np.array(pipes), np.array(ends))
-
-
-def _run(rows: _Rows, state, durations, on, waits: bool):
-    """Run stages one after the other. durations, on [stages]: a stage that is not `on` leaves the state as it is.
-
-    Returns (state, [stages] seconds that each waited for transfers).
-    """
-
-    def one(state, row_duration_on):
-        row, duration, on = row_duration_on
-        start = (state[row.look] + row.add).max()
-        waited = jnp.maximum(start - (state[row.look_free] + row.add_free).max(), 0.0) * on if waits else start
-        at = jnp.stack([row.pipe, row.end])
-        now = jnp.where(on > 0, start + duration, state[at])
-        return state.at[at].set(now, unique_indices=True), waited
-
-    return jax.lax.scan(one, state, (rows, durations, on))
-
-
-class _Machine(NamedTuple):
-    """A wired table with its knobs: the rows of a slot in program order, and those of the task's end."""
-
-    wiring: Wiring
-    step: _Rows
-    end: _Rows | None
-    lookahead: Any
-    waits: bool
-
-    def begin(self, full, loads: Any = 1.0):
+    def begin(self, seconds, loads: Any = 1.0) -> State:
         """The state before the first slot: buffers are free, the pipes that load first are busy until they have.
         loads 0: a task without any step, which loads nothing."""
-        state = jnp.zeros(self.wiring.size, full.dtype)
-        for stage in self.wiring.table.when("task_start"):
-            pipe, end = self.wiring.pipe(stage.pipe), self.wiring.end(stage.name)
-            done = state[pipe] + full[end - len(self.wiring.table.pipes)] * loads
-            state = state.at[np.array([pipe, end])].set(done)
-        return state
+        zero = sum(jnp.zeros_like(x) for x in seconds.values())
+        pipes = dict.fromkeys(self.table.pipes, zero)
+        for stage in self.table.when("task_start"):
+            pipes[stage.pipe] = pipes[stage.pipe] + seconds[stage.name] * loads
+        past = {name: (zero,) * most for name, most in self.history.items()}
+        return State(pipes, dict.fromkeys(self.kept, zero), past)
 
-    def slot(self, state, slot, steps, full, tail):
-        """One slot of a task of `steps` steps: the past grows older, then the stages whose step is in the task run."""
-        order = self.wiring.places(self.wiring.order)
-        step = jnp.where(np.array([s.group == "back" for s in self.wiring.order]), slot - self.lookahead, slot)
-        on = jnp.where((step >= 0) & (step < steps), 1.0, 0.0)
-        seconds = jnp.where(step == steps - 1, tail[order], full[order])
-        state, waited = _run(self.step, state[self.wiring.turn], seconds, on, self.waits)
-        return state, self._spread(self.wiring.order, waited)
+    def turn(self, state: State) -> State:
+        """The state at the start of a slot: the past grows older."""
+        past = {name: (state.ends[name], *ends[:-1]) for name, ends in state.past.items()}
+        return state._replace(past=past)
 
-    def finish(self, state, full):
-        """Run the stages that come once at the end of a task."""
-        stages = self.wiring.table.when("task_end")
-        if self.end is None:
-            return state, self._spread(stages, jnp.zeros(0, state.dtype))
-        seconds = full[self.wiring.places(stages)]
-        state, waited = _run(self.end, state, seconds, jnp.ones_like(seconds), self.waits)
-        return state, self._spread(stages, waited)
+    def run(self, stages: Iterable[Stage], state: State, seconds: dict, k: Knobs, on: Any = True):
+        """Run stages one after the other. on False: they leave the state as it is.
 
-    def close(self, state, steps, full, tail) -> TaskTimes:
-        """From the state before the slot of the last step (0 steps: before the first) to the end of the task."""
+        Returns (state, seconds that each compute stage waited for transfers, end of each stage).
+        """
+        pipes, ends, waited, ended = dict(state.pipes), dict(state.ends), {}, {}
+        for stage in stages:
+            now = state._replace(pipes=pipes, ends=ends)
+            start = self._start(stage, now, k)
+            end = start + seconds[stage.name]
+            if self.waits and stage.compute:
+                waited[stage.name] = _if(on, jnp.maximum(start - self._unhindered(stage, now, k), 0.0), 0.0 * start)
+            pipes[stage.pipe] = _if(on, end, pipes[stage.pipe])
+            ends[stage.name] = _if(on, end, ends[stage.name]) if stage.name in ends else end
+            ended[stage.name] = end
+        return State(pipes, {name: ends[name] for name in self.kept}, state.past), waited, ended
 
-        def body(state, r):
-            return self.slot(state, steps - 1 + r, steps, full, tail)
+    def _start(self, stage: Stage, now: State, k: Knobs):
+        times = [now.pipes[stage.pipe]]
+        for name in stage.waits:
+            if stage.when == "task_end" or self.table.stage(name).when == "step":
+                end = self._end(stage, name, now, k)
+                times.append(end + k.sync if stage.sync else end)
+        return reduce(_later, times + self._freed(stage, now, k))
 
-        state, waited = jax.lax.scan(body, state, jnp.arange(MAX_LOOKAHEAD + 1))
-        state, more = self.finish(state, full)
-        return TaskTimes(self.makespan(state), waited.sum(0) + more)
+    def _unhindered(self, stage: Stage, now: State, k: Knobs):
+        """The start if transfers took no time: the pipe, the computations that feed the stage, and those that free its
+        buffer."""
+        times = [now.pipes[stage.pipe]] + [self._end(stage, name, now, k) for name in self.table.upstream(stage)]
+        freed_by = stage.buffer and self.table.stage(stage.freed_by or "")
+        return reduce(_later, times + (self._freed(stage, now, k) if freed_by and freed_by.compute else []))
 
-    def _spread(self, stages, waited):
-        """Waits of some stages, at their places in the table; transfers do not count."""
-        waited = jnp.where(np.array([s.compute and self.waits for s in stages], bool), waited, 0.0)
-        return jnp.zeros(len(self.wiring.table.stages), waited.dtype).at[self.wiring.places(stages)].set(waited)
+    def _end(self, stage: Stage, name: str, now: State, k: Knobs):
+        if name not in self._lagging(stage):
+            return now.ends[name]
+        return _ago(k.lag, (now.ends[name], *now.past[name][:MAX_LOOKAHEAD]))
 
-    def makespan(self, state):
-        return state[: len(self.wiring.table.pipes)].max()
+    def _freed(self, stage: Stage, now: State, k: Knobs) -> list:
+        """When the slot taken `depth` steps ago was freed: a back stage frees it `lookahead` program slots later."""
+        if not stage.buffer:
+            return []
+        return [_ago(k.depths[stage.buffer], now.past[stage.freed_by or ""])]
+
+    def slot(self, state: State, step, full: dict, k: Knobs, last: dict | None = None):
+        """The slot whose front stages work on step number `step`. last: seconds of that step, if it is the last one.
+
+        Returns (state, seconds waited by stage).
+        """
+        state, waited, _ = self.run(self.front, self.turn(state), last or full, k)
+        seconds = _either(k.lookahead == 0, last, full, self.back) if last else full
+        state, more, _ = self.run(self.back, state, seconds, k, step >= k.lookahead)
+        return state, _added(waited, more)
+
+    def drain(self, state: State, step, full: dict, last: dict | None, k: Knobs) -> TaskTimes:
+        """From the end of the slot of the last step (number `step`; -1: there is none) to the end of the task: the back
+        stages that still lag, then what comes once. last: seconds of that step, if not `full`."""
+        total: dict = {}
+        for ahead in range(1, MAX_LOOKAHEAD + 1):
+            on = (ahead <= k.lookahead) & (step + ahead >= k.lookahead)
+            seconds = _either(k.lookahead == ahead, last, full, self.back) if last else full
+            state, waited, _ = self.run(self.back, self.turn(state), seconds, k, on)
+            total = _added(total, waited)
+        return self.finish(state, full, k, total)
+
+    def finish(self, state: State, full: dict, k: Knobs, waited: dict) -> TaskTimes:
+        """Run what comes once at the end of a task. waited: seconds by stage before."""
+        state, more, _ = self.run(self.table.when("task_end"), state, full, k)
+        return TaskTimes(self.makespan(state), _added(waited, more))
+
+    def makespan(self, state: State):
+        return reduce(_later, state.pipes.values())
 
 
-def _machine(table: StageTable, k: Knobs, waits: bool) -> _Machine:
-    wiring, end = Wiring(table), table.when("task_end")
-    return _Machine(wiring, _rows(wiring, wiring.order, k), _rows(wiring, end, k) if end else None, k.lookahead, waits)
+def _later(one, other):
+    """The maximum. Its gradient goes to one of the two: a fraction of the code of jnp.maximum's, which splits ties."""
+    return jnp.where(one >= other, one, other)
 
 
-def fast(table: StageTable, full, tail, steps, k: Knobs, transient: int, waits: bool):
-    """Times of a task of `steps` steps (a real), in O(transient).
+def _if(on, new, old):
+    return new if on is True else jnp.where(on, new, old)
 
-    full, tail [stages of the table]: seconds of every stage, for a full block and for the last one. Exact for whole
-    steps up to `transient`. Returns (TaskTimes of that task, TaskTimes [transient] of tasks of 1, 2, ... full steps,
-    TaskTimes of a task without steps). Without `waits` the waits are zeros.
+
+def _ago(which, ends: tuple):
+    """One of the past ends: number `which` (1 = the last), or their mean by weights."""
+    if isinstance(which, int):
+        return ends[which - 1]
+    return sum(weight * end for weight, end in zip(which, ends, strict=True))
+
+
+def _either(condition, one: dict, other: dict, stages: Iterable[Stage]) -> dict:
+    return {s.name: jnp.where(condition, one[s.name], other[s.name]) for s in stages}
+
+
+def _added(one: dict, other: dict) -> dict:
+    return one | {name: one[name] + value if name in one else value for name, value in other.items()}
+
+
+def lengths(table: StageTable, full: dict, k: Knobs, transient: int, waits: bool) -> TaskTimes:
+    """Times of tasks of 0, 1, .. `transient` full steps: [transient + 1, ...].
+
+    full: seconds of every stage by name. Without `waits` the waits are left out.
     """
-    machine = _machine(table, k, waits)
+    wiring = Wiring(table, waits)
 
-    def body(state, slot):
-        after, waited = machine.slot(state, slot, transient + 1, full, full)
-        return after, (state, waited)
+    def body(state, step):
+        state, waited = wiring.slot(state, step, full, k)
+        return state, (wiring.drain(state, step, full, None, k), waited)
 
-    begin = machine.begin(full)
-    _, (states, waited) = jax.lax.scan(body, begin, jnp.arange(transient))
-    waited = jnp.cumsum(waited, 0) - waited  # before each slot
-    state, before = _fold(steps, transient, (states, waited))
-    whole = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0)
-    lanes = (
-        jnp.concatenate([states, state[None], machine.begin(full, 0.0)[None]]),
-        jnp.concatenate([jnp.arange(1.0, transient + 1), jnp.stack([whole, 0.0 * whole])]),
-        jnp.concatenate([jnp.broadcast_to(full, (transient, *full.shape)), tail[None], full[None]]),
-    )
-    times = jax.vmap(lambda state, steps, tail: machine.close(state, steps, full, tail))(*lanes)
-    times = TaskTimes(times.makespan, times.wait + jnp.concatenate([waited, before[None], 0 * before[None]]))
-    lengths, task, empty = (
-        jax.tree.map(itemgetter(lane), times) for lane in (slice(transient), transient, transient + 1)
-    )
-    return task, lengths, empty
+    begin = wiring.begin(full)
+    _, (times, waited) = jax.lax.scan(body, begin, jnp.arange(float(transient)))
+    before = jax.tree.map(lambda x: jnp.cumsum(x, 0), waited)
+    times = times._replace(wait=_added(before, times.wait))
+    empty = wiring.finish(wiring.begin(full, 0.0), full, k, {})
+    empty = empty._replace(wait={name: empty.wait.get(name, 0.0 * empty.makespan) for name in times.wait})
+    return jax.tree.map(lambda none, some: jnp.concatenate([none[None], some]), empty, times)
 
 
-def _fold(steps, transient: int, series):
-    """The entry of `series` [transient, ...] at slot steps - 1, extended by whole periods beyond the transient."""
+def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
+    """Times of a task of `steps` steps (a real, >= 1) whose last step takes `tail`, in O(transient).
+
+    Exact for whole steps up to `transient`; beyond, the state of the same phase, moved by whole periods.
+    """
+    wiring = Wiring(table, waits)
     periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0))
-    slots = jnp.arange(transient)
-    here, before = (tent(steps - 1 - (periods + i) * PERIOD - slots) for i in (0, 1))
+    place = steps - periods * PERIOD - 1
 
-    def fold(x):
-        now = jnp.tensordot(here, x, 1)
-        return now + periods * (now - jnp.tensordot(before, x, 1))
+    def body(carry, step):
+        state, found = carry
+        share = tent(place - step)
+        found = jax.tree.map(lambda total, x: total + share * x, found, state)
+        state, waited = wiring.slot(state, step, full, k)
+        return (state, found), (wiring.makespan(state), waited)
 
-    return jax.tree.map(fold, series)
+    begin = wiring.begin(full)
+    nothing = jax.tree.map(lambda x: 0.0 * (x + steps), begin)
+    steps_done = jnp.arange(float(transient))
+    (_, found), (tops, waited) = jax.lax.scan(body, (begin, nothing), steps_done)
+    growth = tops[-1] - tops[-1 - PERIOD]
+    found = jax.tree.map(lambda x: x + periods * growth, found)
+    column = steps_done.reshape(-1, *[1] * jnp.ndim(place))
+    before = jnp.clip(place[None] - column, 0.0, 1.0)
+    waited = {n: (before * x).sum(0) + periods * x[-PERIOD:].sum(0) for n, x in waited.items()}
+    step = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0) - 1
+    state, more = wiring.slot(found, step, full, k, tail)
+    times = wiring.drain(state, step, full, tail, k)
+    return times._replace(wait=_added(_added(waited, more), times.wait))
 
 
-def trajectory(table: StageTable, full, tail, steps, k: Knobs, slots: int):
+def at_steps(every: TaskTimes, steps) -> TaskTimes:
+    """The entry for `steps` steps (a real, >= 0) of what `lengths` returns; beyond the transient, the same phase plus
+    whole periods. Between whole steps the mean of the neighbours."""
+    last = every.makespan.shape[0] - 1
+    periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - last) / PERIOD), 0.0))
+    place = steps - periods * PERIOD
+    low = jnp.clip(jnp.floor(jax.lax.stop_gradient(place)), 0, last - 1)
+
+    def entry(x):
+        row = low.astype(int)[None]
+        below, above = (jnp.take_along_axis(x, row + i, 0)[0] for i in (0, 1))
+        return below + (place - low) * (above - below) + periods * (x[-1] - x[-1 - PERIOD])
+
+    return jax.tree.map(entry, every)
+
+
+def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots: int):
     """Every slot of a task of `steps` steps (a whole number, traced or not), one by one.
 
     slots: plain integer >= steps + MAX_LOOKAHEAD. Returns (TaskTimes, ends, waits): per stage of the table, what it did
     in each slot [slots] (end time, seconds waited for transfers); a back stage works on step `slot - lookahead`, and
     stages that run once fill all slots with their one value.
     """
-    machine = _machine(table, k, True)
-    wiring = machine.wiring
+    wiring = Wiring(table, True)
 
     def body(state, slot):
-        state, waited = machine.slot(state, slot, steps, full, tail)
-        return state, (state, waited)
+        state, results = wiring.turn(state), []
+        for stages, step in ((wiring.front, slot), (wiring.back, slot - k.lookahead)):
+            seconds = _either(step == steps - 1, tail, full, stages)
+            state, *result = wiring.run(stages, state, seconds, k, (step >= 0) & (step < steps))
+            results.append(result)
+        (waited, ended), (more, later) = results
+        return state, (waited | more, ended | later)
 
-    begin = machine.begin(full, jnp.where(steps > 0, 1.0, 0.0))
-    state, (states, waits) = jax.lax.scan(body, begin, jnp.arange(slots))
-    state, more = machine.finish(state, full)
-    total = waits.sum(0) + more
-    once = {s.name for s in table.stages if s.when != "step"}
-    place = {s.name: wiring.end(s.name) for s in table.stages}
-    ends = {n: jnp.full(slots, state[i]) if n in once else states[:, i] for n, i in place.items()}
-    each = {s.name: jnp.full(slots, total[i]) if s.name in once else waits[:, i] for i, s in enumerate(table.stages)}
-    return TaskTimes(machine.makespan(state), total), ends, each
+    begin = wiring.begin(full, jnp.where(steps > 0, 1.0, 0.0))
+    state, (waits, ends) = jax.lax.scan(body, begin, jnp.arange(slots))
+    start = {s.name: begin.pipes[s.pipe] for s in table.when("task_start")}
+    state, more, finished = wiring.run(table.when("task_end"), state, full, k)
+    once = jax.tree.map(lambda x: jnp.full(slots, x), (start | finished, more))
+    total = {n: x.sum(0) for n, x in waits.items()}
+    return TaskTimes(wiring.makespan(state), total | more), ends | once[0], waits | once[1]

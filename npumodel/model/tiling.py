@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
-from ..relax import ceil_div, floor_div, floor_sum, gate, tent
+from ..relax import ceil_div, floor_div, floor_sum
 from ..tile import TileConfig
 from ..workload import AttentionShape
-from .pipeline import PERIOD
 
 #: Side of one matrix fractal (vendor: load rows and columns in multiples of 16).
 FRACTAL = 16
@@ -30,8 +29,13 @@ MIN_VECTOR_ROWS = 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An AttentionShape as reals, so that one compiled cost function serves all shapes. `offset`: keys that the first
-    query row sees, less one (causal), or kv_len (not causal): query i sees keys j <= i + offset."""
+    """An AttentionShape as reals, so that one compiled cost function serves all shapes.
+
+    low, high   query i sees the keys i + low .. i + high that exist (causal, windows); low = -q_len and high = kv_len
+                where nothing is cut off
+    v_loads     1, or 0 where V is a view of K and is never moved on its own
+    softcap     1 or 0
+    """
 
     batch: Any
     q_heads: Any
@@ -40,32 +44,41 @@ class Problem:
     kv_len: Any
     head_dim: Any
     v_head_dim: Any
-    offset: Any
+    low: Any
+    high: Any
     element_bytes: Any
     mask_bytes: Any
+    v_loads: Any
+    softcap: Any
 
     @classmethod
     def of(cls, shape: AttentionShape) -> Problem:
-        offset = shape.kv_len - shape.q_len if shape.causal else shape.kv_len
         return cls(
             *map(float, (shape.batch, shape.q_heads, shape.kv_heads, shape.q_len, shape.kv_len)),
-            *map(float, (shape.head_dim, shape.v_head_dim, offset, shape.element_bytes, shape.mask_bytes)),
+            *map(float, (shape.head_dim, shape.v_head_dim, *shape.band, shape.element_bytes, shape.mask_bytes)),
+            v_loads=float(not shape.v_in_k),
+            softcap=float(shape.softcap),
         )
 
 
-class Blocks(NamedTuple):
-    """How one head is cut. A task is one q block; a step is one kv block inside it.
+#: Tasks of a head that the schedule looks at one by one; of more, the middles of this many equal ranges.
+SAMPLES = 32
 
-    q_blocks        tasks per head
-    kv_blocks       steps of a task that sees all keys
-    rows, cols      of a full block
+
+class Blocks(NamedTuple):
+    """How one head (of `heads_packed` query heads) is cut. A unit of work is one q block; a step is one kv block of it.
+
+    q_blocks        q blocks of a head
+    kv_blocks       kv blocks of a head
+    rows, cols      query rows (of each packed head) and key rows of a full block
     tail_rows, tail_cols   of the last q block and the last kv block
-    shorter         [transient + 1] number of q blocks with fewer than 1, 2, ... steps (causal)
+    parts           tasks that share the keys of one q block (split_kv)
+    steps           steps of all q blocks of a head
+    last_steps      steps of the last q block
+    most_steps      most steps of a q block before the last
     reach_end       q blocks that reach the last kv block
-    steps           steps of all tasks of a head
-    late_sum        sum over j = transient+1 .. kv_blocks-1 of the q blocks with fewer than j steps
-    late_phase      [PERIOD] shares of the q blocks with more than `transient` steps that stop before the last kv block,
-                    by their steps beyond, modulo PERIOD; from a sample of _SAMPLES blocks spread over them
+    started         q blocks with at least one step
+    sample_steps    [SAMPLES] steps of q blocks spread over those before the last
     """
 
     q_blocks: Any
@@ -74,97 +87,86 @@ class Blocks(NamedTuple):
     cols: Any
     tail_rows: Any
     tail_cols: Any
-    shorter: Any
-    reach_end: Any
+    parts: Any
     steps: Any
-    late_sum: Any
-    late_phase: Any
+    last_steps: Any
+    most_steps: Any
+    reach_end: Any
+    started: Any
+    sample_steps: Any
 
 
-#: Late q blocks whose phase is looked at. Only the part of their time that is off the straight line depends on it.
-_SAMPLES = 24
-
-
-def cut(p: Problem, tile: TileConfig, transient: int, temperature=0.0) -> Blocks:
-    """Cut one head into blocks; `transient` is the number of task lengths that the schedule looks at one by one."""
+def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
+    """Cut one head into blocks. The kv blocks lie on one grid that starts at key 0."""
     rows, cols = jnp.minimum(tile.block_q, p.q_len), jnp.minimum(tile.block_kv, p.kv_len)
     q_blocks, kv_blocks = ceil_div(p.q_len, rows, temperature), ceil_div(p.kv_len, cols, temperature)
+    full = q_blocks - 1
+    after_last = rows - 1 + p.high + cols  # q block i ends with kv block (i rows + this) // cols, counted from 1
+    ends, before_end, empty = _clipped_floor_sum(full, rows, after_last, cols, kv_blocks, temperature)
+    starts, _, _ = _clipped_floor_sum(full, rows, p.low, cols, kv_blocks, temperature)
 
-    def shorter(j):  # q blocks whose last key lies before kv block j (counted from 1)
-        return jnp.clip(floor_div((j - 1) * cols - p.offset, rows, temperature), 0.0, q_blocks)
+    def first_of(block):
+        return jnp.clip(floor_div(block * rows + p.low, cols, temperature), 0.0, kv_blocks)
 
-    def shorter_sum(first, last):  # sum of shorter(j) over j = first .. last
-        first = jnp.maximum(first, ceil_div(jnp.maximum(p.offset, 0.0), cols, temperature) + 1)
-        count = jnp.maximum(last - first + 1, 0.0)
-        start = jnp.maximum((first - 1) * cols - p.offset, 0.0)
-        return floor_sum(count, cols, start, rows, temperature)
+    def steps_of(block):
+        end = jnp.clip(floor_div(block * rows + after_last, cols, temperature), 0.0, kv_blocks)
+        return jnp.maximum(end - first_of(block), 0.0)
 
-    def phase_shares(first, last):  # of q blocks first .. last - 1
-        block = first + jnp.floor((jnp.arange(_SAMPLES) + 0.5) * jnp.maximum(last - first, 0.0) / _SAMPLES)
-        steps = ceil_div((block + 1) * rows + p.offset, cols, temperature) - transient
-        phase = (steps - PERIOD * jnp.floor(jax.lax.stop_gradient(steps) / PERIOD))[None, :]
-        away = phase - jnp.arange(PERIOD, dtype=phase.dtype)[:, None]
-        return (tent(away) + tent(away - PERIOD)).mean(1)
+    def sample(number):
+        return steps_of(jax.lax.stop_gradient(jnp.floor((number + 0.5) * _stride(full))))
 
-    counts = shorter(jnp.arange(1, transient + 2, dtype=jnp.result_type(float)))
-    reach_end = q_blocks - shorter(kv_blocks)
+    numbers = jnp.arange(float(SAMPLES))
+    samples = jax.vmap(sample)(numbers)
+    there = jax.vmap(lambda number, steps: jnp.where(number < full, steps, 0.0))(numbers, samples)
+    last_steps = jnp.maximum(kv_blocks - first_of(full), 1.0)
     return Blocks(
         q_blocks,
         kv_blocks,
         rows,
         cols,
-        tail_rows=jnp.clip(p.q_len - (q_blocks - 1) * rows, 0.0, rows),
+        tail_rows=jnp.clip(p.q_len - full * rows, 0.0, rows),
         tail_cols=jnp.clip(p.kv_len - (kv_blocks - 1) * cols, 0.0, cols),
-        shorter=counts,
-        reach_end=reach_end,
-        steps=q_blocks * kv_blocks - shorter_sum(1.0, kv_blocks),
-        late_sum=shorter_sum(transient + 1.0, kv_blocks - 1),
-        late_phase=phase_shares(counts[-1], q_blocks - reach_end),
+        parts=tile.split_kv,
+        steps=ends - starts + last_steps,
+        last_steps=last_steps,
+        most_steps=jnp.maximum(there.max(0), steps_of(jnp.maximum(full - 1, 0.0))),
+        reach_end=full - before_end + 1,
+        started=q_blocks - empty,
+        sample_steps=samples,
     )
 
 
-def at_length(every_length, steps):
-    """The entry for `steps` steps of a quantity [transient] known for 1, 2, ... steps; beyond, it grows by the mean of
-    the last period. Between integers it is linear."""
-    transient = every_length.shape[0]
-    j = jnp.arange(1, transient + 1, dtype=every_length.dtype)
-    known = tent(jnp.minimum(steps, transient) - j) @ every_length
-    return known + jnp.maximum(steps - transient, 0.0) * _per_step(every_length)
+def _stride(full):
+    """q blocks that each sample stands for, at least 1."""
+    return jnp.maximum(full / SAMPLES, 1.0)
 
 
-def _per_step(every_length):
-    return (every_length[-1] - every_length[-1 - PERIOD]) / PERIOD
+def _clipped_floor_sum(count, slope, start, modulus, top, temperature):
+    """(sum over i = 0 .. count-1 of floor((slope i + start) / modulus) clipped to 0 .. top, terms below top, terms that
+    are 0 because they would be negative or less than 1)."""
+    first = jnp.clip(ceil_div(-start, slope, temperature), 0.0, count)
+    some = jnp.clip(ceil_div(modulus - start, slope, temperature), 0.0, count)
+    last = jnp.clip(ceil_div(top * modulus - start, slope, temperature), first, count)
+    inside = floor_sum(last - first, slope, jnp.maximum(start + first * slope, 0.0), modulus, temperature)
+    return inside + (count - last) * top, last, some
 
 
-def over_tasks(b: Blocks, every_length, whole, ragged, empty):
-    """Sum a per-task quantity over all tasks of a head.
+def sample_weights(b: Blocks, first, last):
+    """[SAMPLES] how many of the q blocks first .. last - 1 (the last one of the head not among them) each sample stands
+    for."""
+    full = b.q_blocks - 1
 
-    every_length [transient, ...] for tasks of 1, 2, ... full steps; whole [...]: a task that reaches the last kv block;
-    ragged [...]: the last q block of the head; empty [...]: a task without steps.
-    """
-    transient = every_length.shape[0]
-    j = jnp.arange(1, transient + 1, dtype=b.shorter.dtype)
-    exactly = (b.shorter[1:] - b.shorter[:-1]) * gate(b.kv_blocks - j)
-    early_stop = b.q_blocks - b.reach_end  # q blocks that stop before the last kv block
-    late = jnp.maximum(early_stop - b.shorter[-1], 0.0) * gate(b.kv_blocks - 1 - transient)
-    late_steps = jnp.maximum((b.kv_blocks - 1 - transient) * early_stop - b.late_sum, 0.0) * (late > 0)
-    per_step = _per_step(every_length)
-    beyond = late * (every_length[-1] + b.late_phase @ _phases(every_length)) + late_steps * per_step
-    return exactly @ every_length + beyond + b.shorter[0] * empty + jnp.maximum(b.reach_end - 1, 0.0) * whole + ragged
+    def weight(number):
+        low, high = number * _stride(full), (number + 1) * _stride(full)
+        return jnp.maximum(jnp.minimum(jnp.minimum(high, last), full) - jnp.maximum(low, first), 0.0)
 
-
-def _phases(every_length):
-    """[PERIOD, ...] for a task of transient + 0, 1, 2, ... steps (modulo PERIOD): what it takes more than the straight
-    line of slope `_per_step` through the last known length."""
-    ahead = jnp.arange(PERIOD, dtype=every_length.dtype)
-    behind = jnp.where(ahead > 0, ahead - PERIOD, 0.0).reshape(-1, *[1] * (every_length.ndim - 1))
-    same_phase = jnp.concatenate([every_length[-1:], every_length[-PERIOD:-1]])
-    return same_phase - every_length[-1:] - behind * _per_step(every_length)[None]
+    return jax.vmap(weight)(jnp.arange(float(SAMPLES)))
 
 
 class Traffic(NamedTuple):
     """What one core sees of the shared levels. Shares are 0..1; a `miss` goes to HBM, the rest is served by L2.
 
+    stacks      heads of the whole call, packed ones counted once
     active      cores that have work
     tasks       tasks of the whole call
     waves       tasks of the busiest core
@@ -173,6 +175,7 @@ class Traffic(NamedTuple):
     spill       share of the L1 working set that does not fit and is fetched again every step
     """
 
+    stacks: Any
     active: Any
     tasks: Any
     waves: Any
@@ -181,21 +184,26 @@ class Traffic(NamedTuple):
     spill: Any
 
 
-def share_of_chip(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, workspace, temperature=0.0) -> Traffic:
+def share_of_chip(
+    p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, l1_bytes, workspace, temperature=0.0
+) -> Traffic:
     """Spread the tasks over the cores, and split the traffic between HBM and L2.
 
     L2 holds K and V of the heads in flight plus the workspace; what fits is read from HBM once, the rest every time.
     workspace: bytes of S, P and O partials that the whole chip has in flight.
     """
-    tasks = p.batch * p.q_heads * b.q_blocks
+    stacks = p.batch * p.q_heads / tile.heads_packed
+    tasks = stacks * b.q_blocks * b.parts
     active = jnp.minimum(d.cube_cores, tasks)
-    kv_head = p.kv_len * (p.head_dim + p.v_head_dim) * p.element_bytes
-    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * kv_head
+    row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
+    seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
+    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * seen
     resident = jnp.minimum(1.0, d.l2_bytes / (in_flight + workspace))
-    once = p.batch * p.kv_heads * kv_head
-    asked = p.batch * p.q_heads * kv_rows(b) * (p.head_dim + p.v_head_dim) * p.element_bytes
+    once = p.batch * p.kv_heads * seen
+    asked = stacks * kv_rows(b) * row_bytes
     kv_bytes = once + jnp.maximum(asked - once, 0.0) * (1 - resident)
     return Traffic(
+        stacks,
         active,
         tasks,
         waves=ceil_div(tasks, d.cube_cores, temperature),
@@ -212,15 +220,15 @@ def kv_rows(b: Blocks):
 
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
     """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit)."""
-    e, split = p.element_bytes, d.arch == "split"
-    q, k, v = b.rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * e
+    e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
+    q, k, v = all_rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * p.v_loads * e
     slots_p = 2 if split or len(kinds) == 1 else tile.lookahead + 1
     l1 = 0.0
     if "qk" in kinds:
         l1 = l1 + q + tile.buffers * k
     if "pv" in kinds:
-        l1 = l1 + tile.buffers * v + slots_p * b.rows * b.cols * e
-    rows = b.rows / d.vector_cores_per_cube
+        l1 = l1 + tile.buffers * v + slots_p * all_rows * b.cols * e
+    rows = all_rows / d.vector_cores_per_cube
     least = MIN_VECTOR_ROWS * b.cols * ACC_BYTES  # the smallest vector pass
     scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), least)
     ub = 2 * scores * (1 + e / ACC_BYTES) + 2 * MIN_VECTOR_ROWS * ACC_BYTES * rows  # S, P; row max and sum, 32 B a row
@@ -230,7 +238,7 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
     k0 = l0_depth(d, e)
     cube = [("qk", p.head_dim, b.cols), ("pv", b.cols, p.v_head_dim)]
     cube = [(jnp.minimum(depth, k0), jnp.minimum(width, L0_BLOCK)) for kind, depth, width in cube if kind in kinds]
-    m0 = jnp.minimum(b.rows, L0_BLOCK)
+    m0 = jnp.minimum(all_rows, L0_BLOCK)
     zero = jnp.zeros_like(ub)
     return {
         "L1": l1 + zero,
@@ -268,7 +276,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
         s, pr = kinds[0] != "pv", kinds[0] != "qk" and kinds[0] != "mask"
         return p.batch * p.q_heads * p.q_len * p.kv_len * (ACC_BYTES * s + e * pr)
     if d.arch != "split":
-        return jnp.zeros_like(b.rows)
-    active = jnp.minimum(d.cube_cores, p.batch * p.q_heads * b.q_blocks)
+        return jnp.zeros_like(b.rows + p.q_heads)
+    all_rows = b.rows * tile.heads_packed
+    active = jnp.minimum(d.cube_cores, p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
     scores = 2 * ACC_BYTES + (tile.lookahead + 1) * e
-    return active * (b.rows * b.cols * scores + 2 * b.rows * p.v_head_dim * ACC_BYTES)
+    return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES)

@@ -6,10 +6,11 @@ import csv
 import dataclasses
 import math
 import os
+from collections.abc import Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..hardware import DeviceSpec
@@ -17,8 +18,8 @@ from ..tile import MAX_LOOKAHEAD, TileConfig
 from ..workload import AttentionShape
 from . import chrome
 from .cost import Options, parts
-from .durations import time_constants
-from .estimate import Cost, arguments, estimate
+from .durations import COMBINE, time_constants
+from .estimate import Cost, arguments, estimate, kv_blocks
 from .graph import compile_graph
 from .pipeline import knobs, trajectory
 from .stages import Stage, StageTable, stage_table
@@ -99,50 +100,71 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     for number, kernel in enumerate(kernels):
         table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
-        for task, (steps, ragged) in enumerate(tasks):
-            shown = min(steps, max(1, max_events // len(table.stages)))
+        for task, work in enumerate(tasks):
+            shown = min(work.steps, max(1, max_events // len(table.stages)))
             room = max_events * (number + 1) / len(kernels) - len(events)
             full = task > 0 and shown * len(table.stages) > room
-            complete &= shown == steps and not full
+            complete &= shown == work.steps and not full
             if full:
                 break
             clock += per_task
-            runs = _task_events(args, options, tile, table, number, steps, ragged, shown)
+            runs = _task_events(args, options, tile, table, number, work, shown)
             events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
             clock += max((e.end for e in runs), default=0.0)
+    events += _combine_events(cost, len(tasks), clock) if complete else []
     return Timeline(cost, tuple(events), complete)
 
 
-def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost):
-    """(steps, whether its rows are ragged) of each task of core 0, which starts with a head of its own. Where tasks
-    differ in length, short and long ones take turns."""
-    rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
-    blocks, offset = math.ceil(shape.q_len / rows), int(Problem.of(shape).offset)
+class _Work(NamedTuple):
+    """One task: its steps, whether its rows are the ragged ones, and whether its last kv block is that of the call."""
+
+    steps: Any
+    ragged: Any
+    to_end: Any
+
+
+def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost) -> Iterator[_Work]:
+    """The tasks of core 0, which starts with a head of its own. Where tasks differ in length and are balanced, short
+    and long ones take turns."""
+    begin, end = kv_blocks(shape, tile)
+    blocks, parts, last = len(begin), tile.split_kv, math.ceil(shape.kv_len / min(tile.block_kv, shape.kv_len))
     order = list(range(blocks))
-    if shape.causal:
+    if shape.causal and tile.core_order == "balanced":
         order = [i for pair in zip(order, reversed(order), strict=True) for i in pair][:blocks]
     for task in range(math.ceil(cost.tasks / cost.cores)):
-        block = order[task % blocks]
-        keys = min(shape.kv_len, min((block + 1) * rows, shape.q_len) + offset)
-        yield math.ceil(max(keys, 0) / cols), block == blocks - 1
+        block, part = order[task // parts % blocks], task % parts
+        share, more = divmod(int(end[block] - begin[block]), parts)
+        yield _Work(share + (part >= parts - more), block == blocks - 1, part == parts - 1 and end[block] == last)
 
 
 @partial(jax.jit, static_argnames=("options", "kernel", "slots"))
-def _task(p: Problem, tile: TileConfig, d: DeviceSpec, steps, row, options: Options, kernel: int, slots: int):
+def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Options, kernel: int, slots: int):
     t = time_constants(d, options.dtype)
     cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
-    full = cut.seconds[:, row, 0]
-    tail = jnp.where(steps == cut.blocks.kv_blocks, cut.seconds[:, row, 1], full)
+    corner = 2 * work.ragged.astype(int)
+    full, tail = ({n: x[corner + i * work.to_end.astype(int)] for n, x in cut.corners.seconds.items()} for i in (0, 1))
+    moved = [{n: x[corner + i] for n, x in cut.corners.bytes.items()} for i in (0, 1)]
     k = knobs(cut.table, tile.buffers, tile.lookahead, t.sync)
-    _, ends, waits = trajectory(cut.table, full, tail, steps, k, slots)
-    return full, tail, ends, waits, cut.bytes[:, row]
+    _, ends, waits = trajectory(cut.table, full, tail, work.steps, k, slots)
+    return full, tail, ends, waits, moved
 
 
-def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, steps, ragged, shown):
+def _combine_events(cost: Cost, task: int, clock: float) -> list[Event]:
+    """Joining the parts of split keys, one stage after the other."""
+    names, events = [name for name, _, _ in COMBINE], []
+    for s in cost.stages:
+        if s.name in names:
+            bytes_ = s.bytes / cost.cores
+            events.append(Event(s.name, s.op, s.pipe, 0, task, -1, clock, clock + s.busy, 0.0, None, bytes_))
+            clock += s.busy
+    return events
+
+
+def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, work: _Work, shown):
     """[Event] of the first `shown` steps of one task, from its own start."""
-    slots = _SLOTS * math.ceil((steps + MAX_LOOKAHEAD) / _SLOTS)
-    full, tail, ends, waits, moved = jax.device_get(_task(*args, float(steps), int(ragged), options, kernel, slots))
-    number = {s.name: i for i, s in enumerate(table.stages)}
+    slots, steps = _SLOTS * math.ceil((work.steps + MAX_LOOKAHEAD) / _SLOTS), work.steps
+    arrays = _Work(*(np.asarray(x, float) for x in work))
+    full, tail, ends, waits, moved = jax.device_get(_task(*args, arrays, options, kernel, slots))
     lag = {s.name: int(tile.lookahead) if s.group == "back" else 0 for s in table.stages}
 
     def at(values, stage: Stage, step: int) -> float:
@@ -150,7 +172,7 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
 
     def event(stage: Stage, step: int) -> Event:
         last = stage.when == "step" and step == steps - 1
-        end, seconds = at(ends, stage, step), float((tail if last else full)[number[stage.name]])
+        end, seconds = at(ends, stage, step), float((tail if last else full)[stage.name])
         before = [(at(ends, table.stage(name), step), name) for name in stage.waits] if steps else []
         return Event(
             stage.name,
@@ -163,7 +185,7 @@ def _task_events(args, options: Options, tile: TileConfig, table: StageTable, ke
             end=end,
             dma_wait=at(waits, stage, step) if stage.compute else 0.0,
             waits_on=max(before)[1] if before else None,
-            bytes=float(moved[number[stage.name]][int(last)]),
+            bytes=float(moved[int(last and work.to_end)][stage.name]),
         )
 
     def once(when: str, step: int) -> list[Event]:

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from npumodel.hardware import DeviceSpec
-from npumodel.model.cost import Options, price
+from npumodel.model.cost import GRADIENT_OPTIONS, Options, price
 from npumodel.model.tiling import Problem
 from npumodel.search.space import KNOBS, Chip, Space, chip, footprint
 from npumodel.tile import TileConfig
@@ -73,7 +73,7 @@ def to_u(tiles: TileConfig) -> np.ndarray:
 
 
 def to_tile(u) -> TileConfig:
-    """Coordinates [4] as a tile of reals."""
+    """Coordinates [4, ...] as tiles of reals."""
     return TileConfig(2.0 ** u[0], 2.0 ** u[1], u[2], u[3])
 
 
@@ -137,13 +137,13 @@ def _start(u: np.ndarray) -> State:
     return State(u, jax.tree.map(np.asarray, _ADAM.init(jnp.asarray(u))), blank, blank[..., 0])
 
 
-@functools.partial(jax.jit, static_argnames="masked")
+@functools.partial(jax.jit, static_argnames="masked", compiler_options=GRADIENT_OPTIONS)
 def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, masked: bool) -> State:
     """Steps first .. last - 1 of the descent."""
 
     def step(i, s: State) -> State:
         value = functools.partial(_objective, c, p, bounds, _temperature(i), masked)
-        (_, seconds), slope = jax.vmap(jax.value_and_grad(value, has_aux=True))(s.u)
+        slope, seconds = jax.grad(value, has_aux=True)(s.u)
         move, adam = _ADAM.update(jnp.nan_to_num(slope, posinf=0.0, neginf=0.0), s.adam)
         u = jnp.clip(s.u + jnp.asarray(move), bounds.low[None], bounds.high[None])
         return State(u, adam, s.knobs.at[i].set(s.u), s.seconds.at[i].set(seconds))
@@ -152,11 +152,12 @@ def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, mas
 
 
 def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, masked: bool, u):
-    """(what is minimised, relaxed seconds) at u [4]."""
-    tile = to_tile(u)
+    """(what is minimised, added up over all starts, which do not depend on each other; relaxed seconds [starts]) at u
+    [starts, 4]."""
+    tile = to_tile(u.T)
     seconds = price(c.t, p, tile, c.d, Options("", masked, waits=False), temperature).seconds
-    over = jnp.log2(jnp.maximum(footprint(p, tile, c.d, masked), 1.0) / bounds.available)
-    return jnp.log2(seconds) + PENALTY * jnp.maximum(over, 0.0).sum(), seconds
+    over = jnp.log2(jnp.maximum(footprint(p, tile, c.d, masked), 1.0) / bounds.available[:, None])
+    return (jnp.log2(seconds) + PENALTY * jnp.maximum(over, 0.0).sum(0)).sum(), seconds
 
 
 # Back to the lattice -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import illegal
 from npumodel.model.tiling import FRACTAL
 from npumodel.search.space import fitted, legal, padded, stacked
-from npumodel.tile import TileConfig
+from npumodel.tile import CORE_ORDERS, FUSIONS, TileConfig
 from npumodel.workload import AttentionShape
 
 LEVELS = {"small": TileConfig(32, 32), "large": TileConfig(128, 128)}
@@ -52,7 +52,7 @@ def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
 
 
 def _checked(tile: TileConfig) -> TileConfig:
-    for name in ("block_q", "block_kv", "buffers", "lookahead"):
+    for name in ("block_q", "block_kv", "buffers", "lookahead", "heads_packed", "split_kv"):
         value = getattr(tile, name)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; give plain integers")
@@ -60,16 +60,19 @@ def _checked(tile: TileConfig) -> TileConfig:
 
 
 def parse(text: str) -> TileConfig:
-    """Read "128x512", also with " buffers=3", " lookahead=2", " unfused". Raises ValueError with the forms expected."""
+    """Read "128x512", also with " buffers=3", " lookahead=2", " heads_packed=8", " split_kv=4", " unfused",
+    " contiguous". Raises ValueError with the forms expected."""
     first, *rest = text.split() or [""]
     size = re.fullmatch(r"(\d+)[xX](\d+)", first)
     fields: dict[str, Any] = {}
     for word in rest:
-        knob = re.fullmatch(r"(buffers|lookahead)=(\d+)", word)
+        knob = re.fullmatch(r"(buffers|lookahead|heads_packed|split_kv)=(\d+)", word)
         if knob:
             fields[knob[1]] = int(knob[2])
-        elif word in ("fused", "unfused"):
+        elif word in FUSIONS:
             fields["fusion"] = word
+        elif word in CORE_ORDERS:
+            fields["core_order"] = word
         else:
             size = None
     if size is None:

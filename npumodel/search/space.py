@@ -42,7 +42,7 @@ _PARTS = 8
 
 #: Points that a compiled function takes (the rest is padding), and points that it works on at once.
 BATCH = 4096
-CHUNK = 64
+CHUNK = 512
 
 
 def padded(length: int) -> int:
@@ -99,7 +99,8 @@ class Space:
         """The tiles of these points (numbers [n]), as a TileConfig of arrays [n]."""
         places = np.unravel_index(np.asarray(points, int), self.dims)
         values = [np.asarray(axis)[place] for axis, place in zip(self.axes, places, strict=True)]
-        return TileConfig(**dict(zip(KNOBS, values, strict=True)))
+        columns: dict[str, Any] = dict(zip(KNOBS, values, strict=True))
+        return TileConfig(**columns)
 
     def tile(self, point: int) -> TileConfig:
         """The plain tile of one point."""
@@ -123,7 +124,8 @@ class Space:
 
 def plain(tiles: TileConfig, i: int) -> TileConfig:
     """Tile number i of a TileConfig of arrays, as plain integers."""
-    return TileConfig(**{name: int(getattr(tiles, name)[i]) for name in KNOBS}, fusion=tiles.fusion)
+    values: dict[str, Any] = {name: int(getattr(tiles, name)[i]) for name in KNOBS}
+    return TileConfig(**values, fusion=tiles.fusion)
 
 
 def stacked(tiles: Sequence[TileConfig]) -> TileConfig:
@@ -238,7 +240,7 @@ def _count(tiles: TileConfig) -> int:
 def _in_batches(run, shapes: Sequence[AttentionShape], tiles: TileConfig, empty: np.ndarray) -> np.ndarray:
     """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined."""
     n, out = _count(tiles), [empty]
-    problems = _problems(shapes, n)
+    problems, tiles = _problems(shapes, n), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
     for start in range(0, n, BATCH):
         part = jax.tree.map(operator.itemgetter(slice(start, start + BATCH)), (problems, tiles))
         out.append(np.asarray(run(*part), float)[: _count(part[1])])
@@ -261,21 +263,23 @@ def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chu
 
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
-    """Bytes that one tile needs in each of BUFFERS [5], the largest over the kernels of the call."""
-    b = tiling.cut(p, tile, 1)
+    """Bytes that tiles [...] need in each of BUFFERS [5, ...], the largest over the kernels of the call."""
+    b = tiling.cut(p, tile)
     feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in compile_graph(masked, tile.fusion).kernels]
     return jnp.stack([jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS])
 
 
 @functools.partial(jax.jit, static_argnames="masked")
 def _needs_jit(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
-    return jax.vmap(lambda q, tile: footprint(q, tile, d, masked))(p, tiles)
+    return footprint(p, tiles, d, masked).T
 
 
 @functools.partial(jax.jit, static_argnames="masked")
 def _seconds_jit(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks, masked: bool):
     """Prices of the first `chunks` * CHUNK points, the rest infinite. A loop, so that few points cost little."""
-    one = jax.vmap(lambda q, tile: price(t, q, tile, d, Options("", masked, waits=False)).seconds)
+
+    def one(p: Problem, tiles: TileConfig):
+        return price(t, p, tiles, d, Options("", masked, waits=False)).seconds
 
     def body(i, out):
         part = jax.tree.map(lambda x: jax.lax.dynamic_slice(x, (i * CHUNK,), (CHUNK,)), (p, tiles))

@@ -26,7 +26,7 @@ KERNEL = "flash_attention_fwd"
 
 #: Fields of a key. An absent field means null, so that a later version can add one whose null is today's meaning;
 #: a row with a field that is unknown here (and not null) is kept, but never matches.
-EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group")
+EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group", "window", "softcap", "v_in_k")
 BUCKET = ("q_len", "kv_len", "batch_heads")
 
 _KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
@@ -36,7 +36,13 @@ _FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us
 
 def key_of(shape: AttentionShape) -> dict[str, Any]:
     """The key of a call, for writing and for reading: EXACT and BUCKET fields, batch_heads = batch * q_heads."""
-    derived = {"gqa_group": shape.q_heads // shape.kv_heads, "batch_heads": shape.batch * shape.q_heads}
+    derived: dict[str, Any] = {
+        "gqa_group": shape.q_heads // shape.kv_heads,
+        "batch_heads": shape.batch * shape.q_heads,
+        "window": shape.window and list(shape.window),
+        "softcap": shape.softcap or None,
+        "v_in_k": shape.v_in_k or None,
+    }
     return {name: derived[name] if name in derived else getattr(shape, name) for name in EXACT + BUCKET}
 
 
