@@ -65,7 +65,19 @@ def _title(call: Priced) -> list[str]:
 
 
 def _graph(cost: Cost) -> list[str]:
-    return ["graph, and what the passes did:", *(f"  {line}" for line in cost.graph.splitlines())]
+    lines = [f"  {line}" for line in cost.graph.splitlines()]
+    others = [f"  {fusion} instead: {_other_fusion(cost, fusion)}" for fusion in FUSIONS if fusion != cost.tile.fusion]
+    return ["graph, and what the passes did:", *lines, *others]
+
+
+def _other_fusion(cost: Cost, fusion: str) -> str:
+    """What the same tile would cost as other kernels, or why it cannot."""
+    tile = cost.tile.replace(fusion=fusion, split_kv=cost.tile.split_kv if fusion == "fused" else 1)
+    refusals = illegal(cost.shape, cost.chip, tile)
+    if refusals:
+        return f"refused, {'; '.join(refusals)}"
+    other = estimate(cost.shape, cost.chip, tile)
+    return f"{_count(other.launches, 'launch', 'launches')}, {units.seconds(other.seconds)}".replace(_TIE, " ")
 
 
 def _plan(cost: Cost) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 MAX_BUFFERS = 4
 MAX_LOOKAHEAD = 3
 
-FUSIONS = ("fused", "unfused")
+FUSIONS = ("fused", "partly", "unfused")
 CORE_ORDERS = ("balanced", "contiguous")
 
 
@@ -25,7 +25,8 @@ class TileConfig:
     block_kv   key/value rows of one step of the loop inside a task
     buffers    K and V blocks that fit in L1 at once (1 = load, then compute; 2 = double buffering), 1..4
     lookahead  steps by which QK^T runs ahead of PV (0 = one step after the other), 0..3
-    fusion     "fused": one kernel; "unfused": one kernel per graph op, S and P through HBM
+    fusion     "fused": one kernel; "partly": Q K^T on its own, the rest in one, S through global memory; "unfused":
+               one kernel per graph op, S and P through global memory
     heads_packed  query heads of one kv head whose rows share a block (GQA): K and V are read once for all of them; a
                divisor of q_heads / kv_heads
     split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
@@ -66,8 +67,8 @@ class TileConfig:
             raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)}, got {self.fusion!r}")
         if self.core_order not in CORE_ORDERS:
             raise ValueError(f"core_order: expected one of {', '.join(CORE_ORDERS)}, got {self.core_order!r}")
-        if self.fusion == "unfused" and isinstance(self.split_kv, numbers.Real) and self.split_kv != 1:
-            raise ValueError(f"split_kv: expected 1 with fusion 'unfused', got {self.split_kv!r}")
+        if self.fusion != "fused" and isinstance(self.split_kv, numbers.Real) and self.split_kv != 1:
+            raise ValueError(f"split_kv: expected 1 with fusion {self.fusion!r}, got {self.split_kv!r}")
 
     def replace(self, **changes) -> TileConfig:
         """A copy with some fields changed."""

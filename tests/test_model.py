@@ -19,7 +19,7 @@ from npumodel.model.graph import graph_of
 from npumodel.model.tiling import Problem
 from npumodel.model.trace import timeline
 from npumodel.relax import ceil_div, floor_div, floor_sum, tent
-from npumodel.tile import TileConfig
+from npumodel.tile import FUSIONS, TileConfig
 from npumodel.workload import AttentionShape
 
 ARTICLE = AttentionShape(batch=4, q_heads=32, q_len=4096, head_dim=128)
@@ -192,12 +192,20 @@ def test_cube_time_of_one_block_added_on_paper():
 
 def test_graph_folds_the_mask_and_counts_launches():
     masked = dataclasses.replace(ARTICLE, mask="bool")
-    assert [graph_of(s, f).launches for s in (ARTICLE, masked) for f in ("fused", "unfused")] == [1, 3, 1, 4]
+    assert [graph_of(s, f).launches for s in (ARTICLE, masked) for f in FUSIONS] == [1, 2, 3, 1, 2, 4]
     assert "one launch fewer" in str(graph_of(ARTICLE)) and "refused" in str(graph_of(masked))
+    notes = [graph_of(masked, f).notes[1:] for f in FUSIONS]  # one for every pair of neighbours
+    assert [["joined" in note for note in one] for one in notes] == [[True] * 3, [False, True, True], [False] * 3]
+    assert "MatMul(Q,K) + Mask: joined, a barrier" in notes[0][0] and "both on the vector unit" in notes[0][1]
     dev = device("ascend910b2")
     tile = TileConfig(128, 128)
     assert estimate(masked, dev, tile).seconds > estimate(ARTICLE, dev, tile).seconds
-    assert estimate(ARTICLE, dev, tile.replace(fusion="unfused")).launches == 3
+    costs = [estimate(ARTICLE, dev, tile.replace(fusion=f)) for f in FUSIONS]
+    assert [c.launches for c in costs] == [1, 2, 3]
+    assert costs[0].traffic["hbm"] < costs[1].traffic["hbm"] < costs[2].traffic["hbm"]
+    scores = 4 * 32 * 4096 * 4096 * 4
+    moved = [{s.name: s.bytes for s in c.stages} for c in costs]
+    assert [m["load_s"] for m in moved] == [scores, scores, 2 * scores]  # alone, softmax reads S twice
 
 
 # Laws ---------------------------------------------------------------------------------------------------------------

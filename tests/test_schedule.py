@@ -15,17 +15,19 @@ from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
 from npumodel.model.pipeline import TRANSIENT, knobs, lengths, task, trajectory
 from npumodel.model.stages import stage_table
-from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
+from npumodel.tile import FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
 ARCHS = ("coupled", "split", "direct")
+#: Who waits for whom settles later than the makespan: two circuits of nearly the same length drift apart slowly.
+SETTLED = 240
 
 
 def kernels(arch):
-    """Every kernel that a call can run as: fused and alone, with and without a mask."""
+    """Every kernel that a call can run as: fused, partly fused and alone, with and without a mask."""
     seen = {}
     for masked in (False, True):
-        for fusion in ("fused", "unfused"):
+        for fusion in FUSIONS:
             for kernel in compile_graph(masked, fusion).kernels:
                 seen[kernel.kinds] = stage_table(kernel, arch)
     return seen
@@ -80,15 +82,16 @@ def reading(table, transient, waits=True):
 @pytest.mark.parametrize("arch,kinds,table", TABLES, ids=IDS)
 def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
     rng = np.random.default_rng(len(kinds) + 10 * ARCHS.index(arch))
-    run = reading(table, TRANSIENT)
+    run, settled = reading(table, TRANSIENT), reading(table, SETTLED)
     for i in range(60):
         full, tail, buffers, lookahead, sync = draw(rng, table)
         steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
         got, _ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
+        got, _ = settled(full, tail, steps, buffers, lookahead, sync)
         for name, wait in want.wait.items():
-            assert float(got.wait[name]) == pytest.approx(wait, rel=1e-3, abs=5e-3 * want.makespan), (name, steps)
+            assert float(got.wait[name]) == pytest.approx(wait, rel=1e-3, abs=1e-3 * want.makespan), (name, steps)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

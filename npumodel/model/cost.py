@@ -94,8 +94,7 @@ def parts(
     table = table if o.overlap else table.serial()
     b = tiling.cut(p, tile, temperature)
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
-    workspace = tiling.workspace_bytes(p, tile, d, b, kernel.kinds)
-    x = tiling.share_of_chip(p, tile, d, b, feet["L1"], workspace, temperature)
+    x = tiling.share_of_chip(p, tile, d, b, feet["L1"], kernel.kinds, temperature)
 
     def corner(rows, cols) -> Work:
         fused = len(kernel.ops) > 1
@@ -127,7 +126,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         wait={name: per_core * wait for name, wait in head.total.wait.items()},
         bytes=moved,
         combine=combined,
-        hbm_bytes=sum(from_gm) + x.work_miss * partials + joined,
+        hbm_bytes=sum(from_gm) + x.o_miss * partials + joined,
         l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
         footprints=feet,

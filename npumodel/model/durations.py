@@ -332,7 +332,7 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
     everywhere = x._replace(active=d.cube_cores)
     moved = (parts * rows * row_bytes, 0.0, rows * p.v_head_dim * p.element_bytes)
     share = mine / rows
-    load = _gm_seconds("gm_ub", moved[0] * share, parts * tiles, x.work_miss, d.vector_cores_per_cube, t, d, everywhere)
+    load = _gm_seconds("gm_ub", moved[0] * share, parts * tiles, x.o_miss, d.vector_cores_per_cube, t, d, everywhere)
     store = _gm_seconds("ub_gm", moved[2] * share, tiles, 1.0, d.vector_cores_per_cube, t, d, everywhere)
     names = [name for name, _, _ in COMBINE]
     seconds = {name: split * s for name, s in zip(names, (load, vector, store), strict=True)}
@@ -341,5 +341,5 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
 
 def miss_share(stage: Stage, x: Traffic):
     """Share of a tensor's bytes that come from, or end up in, HBM."""
-    shares = {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.work_miss, "p": x.work_miss, "o": x.work_miss}
+    shares = {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.s_miss, "p": x.p_miss, "o": x.o_miss}
     return shares.get(stage.tensor, 1.0)

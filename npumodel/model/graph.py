@@ -84,18 +84,37 @@ def _read_scores(op: Op) -> Op:
 
 
 def fuse(graph: Graph, fusion: str) -> Graph:
-    """Put all ops into one kernel ("fused") or leave one kernel per op ("unfused").
+    """Join kernels, and say for every pair of neighbours why or why not.
 
-    The ops depend on each other, so they cannot share a task block side by side; fused, they hand blocks over inside
-    the kernel, and each hand-over between the matrix and the vector unit costs a synchronisation.
+    Ops that depend on each other cannot share a task block side by side: joined, they hand blocks over inside the
+    kernel, which needs (1) that the consumer can start on a block of its input: softmax needs the whole row, unless it
+    keeps a running maximum and the product that follows rescales its sum (online softmax), so MatMul(Q,K) + Softmax
+    without MatMul(P,V) is never joined; (2) room in L1, UB and L0C for what both keep (checked with the tile, see
+    `estimate.illegal`). Each step across the matrix and the vector unit waits at a barrier.
     """
+    kernels, notes = [graph.kernels[0]], []
+    for kernel in graph.kernels[1:]:
+        before = kernels[-1].ops[-1]
+        joined, why = _joins(before, kernel.ops[0], fusion)
+        notes.append(f"fuse: {before.title} + {kernel.ops[0].title}: {why}")
+        if joined:
+            kernels[-1] = Kernel(kernels[-1].ops + kernel.ops)
+        else:
+            kernels.append(kernel)
+    return Graph(tuple(kernels), graph.notes + tuple(notes))
+
+
+def _joins(before: Op, after: Op, fusion: str) -> tuple[bool, str]:
+    """Whether two neighbours become one kernel, and why."""
+    barrier = "a barrier between cube and vector unit every step"
     if fusion == "unfused":
-        note = "fuse: not asked for, S and P cross global memory whole"
-        return dataclasses.replace(graph, notes=graph.notes + (note,))
-    ops = tuple(op for kernel in graph.kernels for op in kernel.ops)
-    crossings = sum(a.unit != b.unit for a, b in zip(ops, ops[1:], strict=False))
-    note = f"fuse: {len(ops)} ops in one kernel, {crossings} hand-overs between cube and vector units per step"
-    return Graph((Kernel(ops),), graph.notes + (note,))
+        return False, f"not asked for, {before.output.upper()[0]} crosses global memory whole"
+    if before.unit == after.unit:
+        return True, f"joined, both on the {after.unit} unit"
+    if fusion == "partly" and before.kind == "qk":
+        why = f"{before.output.upper()[0]} crosses global memory whole"
+        return False, f"not asked for, {why}, and the two launches are the barrier"
+    return True, f"joined, {barrier}"
 
 
 def compile_graph(masked: bool, fusion: str) -> Graph:

@@ -253,7 +253,8 @@ def lengths(table: StageTable, full: dict, k: Knobs, transient: int, waits: bool
 def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
     """Times of a task of `steps` steps (a real, >= 1) whose last step takes `tail`, in O(transient).
 
-    Exact for whole steps up to `transient`; beyond, the state of the same phase, moved by whole periods.
+    transient: a multiple of PERIOD. Exact for whole steps up to `transient`; beyond, the state of the same phase, each
+    of its times moved by as many periods as its own last one (pipes that do not hold each other up drift apart).
     """
     wiring = Wiring(table, waits)
     periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0))
@@ -264,20 +265,24 @@ def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: 
         share = tent(place - step)
         found = jax.tree.map(lambda total, x: total + share * x, found, state)
         state, waited = wiring.slot(state, step, full, k)
-        return (state, found), (wiring.makespan(state), waited)
+        return (state, found), waited
+
+    def period(carry, steps_done):
+        carry, waited = jax.lax.scan(body, carry, steps_done)
+        return carry, (carry[0], waited)
 
     begin = wiring.begin(full)
     nothing = jax.tree.map(lambda x: 0.0 * (x + steps), begin)
-    steps_done = jnp.arange(float(transient))
-    (_, found), (tops, waited) = jax.lax.scan(body, (begin, nothing), steps_done)
-    growth = tops[-1] - tops[-1 - PERIOD]
-    found = jax.tree.map(lambda x: x + periods * growth, found)
-    column = steps_done.reshape(-1, *[1] * jnp.ndim(place))
-    before = jnp.clip(place[None] - column, 0.0, 1.0)
-    waited = {n: (before * x).sum(0) + periods * x[-PERIOD:].sum(0) for n, x in waited.items()}
+    numbers = jnp.arange(float(transient))
+    (_, found), (ends, waited) = jax.lax.scan(period, (begin, nothing), numbers.reshape(-1, PERIOD))
+    found = jax.tree.map(lambda x, end: x + periods * (end[-1] - end[-2]), found, ends)
     step = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0) - 1
     state, more = wiring.slot(found, step, full, k, tail)
     times = wiring.drain(state, step, full, tail, k)
+    column = numbers.reshape(-1, *[1] * jnp.ndim(place))
+    before = jnp.clip(place[None] - column, 0.0, 1.0)
+    waited = {n: x.reshape(transient, *x.shape[2:]) for n, x in waited.items()}
+    waited = {n: (before * x).sum(0) + periods * x[-PERIOD:].sum(0) for n, x in waited.items()}
     return times._replace(wait=_added(_added(waited, more), times.wait))
 
 

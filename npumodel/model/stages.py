@@ -97,7 +97,7 @@ _PING_PONG = 2
 def stage_table(kernel: Kernel, arch: str) -> StageTable:
     """Lower one kernel to its stages on "coupled", "split" or "direct"."""
     if len(kernel.ops) > 1:
-        stages = _fused(arch, masked="mask" in kernel.kinds)
+        stages = _fused(arch, "qk" in kernel.kinds, "mask" in kernel.kinds)
     else:
         stages = _ALONE[kernel.kinds[0]](arch)
     buffers = dict.fromkeys(s.buffer for s in stages if s.buffer)
@@ -124,14 +124,23 @@ def _load_v(group: str) -> Stage:
     return Stage("load_v", "MTE2", "pv", "gm_l1", "v", buffer="L1.V", freed_by="pv_matmul", group=group)
 
 
+def _load_s(arch: str, op: str, reader: str) -> Stage:
+    """S from global memory, where another kernel has left it."""
+    return Stage("load_s", _mte2_vector(arch), op, "gm_ub", "s", buffer="UB.S", freed_by=reader)
+
+
 # Fused: S and P stay inside the kernel ------------------------------------------------------------------------------
 
 
-def _fused(arch: str, masked: bool) -> tuple[Stage, ...]:
+def _fused(arch: str, with_qk: bool, masked: bool) -> tuple[Stage, ...]:
+    """Online softmax and P V, with Q K^T in the same kernel, or reading S from global memory."""
     reader = "mask" if masked else "softmax"  # the vector op that takes S over
-    freed_by = reader if arch == "coupled" else "fixpipe_s"
-    moves, ready = _cube_to_vector(arch, "qk_matmul", "s", "front", reader)
-    crosses = arch != "split"  # on split the transfer itself waits for the other core's flag
+    if with_qk:
+        moves, ready = _cube_to_vector(arch, "qk_matmul", "s", "front", reader)
+        scores = _qk(reader if arch == "coupled" else "fixpipe_s") + moves
+    else:
+        scores, ready = (_load_s(arch, "softmax", reader),), "load_s"
+    crosses = with_qk and arch != "split"  # on split the transfer itself waits for the other core's flag
     mask = ()
     if masked:
         mask = (
@@ -140,7 +149,7 @@ def _fused(arch: str, masked: bool) -> tuple[Stage, ...]:
         )
     waits, sync = (("mask",), False) if masked else ((ready,), crosses)
     softmax = Stage("softmax", VECTOR, "softmax", "vector", "p", waits, sync)
-    return _qk(freed_by) + moves + mask + (softmax,) + _fused_pv(arch) + _fused_output(arch)
+    return scores + mask + (softmax,) + _fused_pv(arch) + _fused_output(arch)
 
 
 def _cube_to_vector(arch: str, source: str, tensor: str, group: str, reader: str) -> tuple[tuple[Stage, ...], str]:
@@ -206,7 +215,7 @@ def _cube_to_gm(arch: str, op: str, source: str, tensor: str, when: str) -> tupl
 
 def _vector_alone(op: str, result: str):
     def stages(arch: str) -> tuple[Stage, ...]:
-        load = Stage("load_s", _mte2_vector(arch), op, "gm_ub", "s", buffer="UB.S", freed_by=op)
+        load = _load_s(arch, op, op)
         mask = (Stage("load_mask", _mte2_vector(arch), op, "gm_ub", "mask", buffer="UB.mask", freed_by=op),)
         loads = (load,) + mask * (op == "mask")
         work = Stage(op, VECTOR, op, "vector", result, tuple(s.name for s in loads))

@@ -171,7 +171,7 @@ class Traffic(NamedTuple):
     tasks       tasks of the whole call
     waves       tasks of the busiest core
     kv_miss     share of K and V bytes that come from HBM
-    work_miss   share of workspace bytes (S, P, O partials) that do not stay in L2
+    s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2
     spill       share of the L1 working set that does not fit and is fetched again every step
     """
 
@@ -180,17 +180,19 @@ class Traffic(NamedTuple):
     tasks: Any
     waves: Any
     kv_miss: Any
-    work_miss: Any
+    s_miss: Any
+    p_miss: Any
+    o_miss: Any
     spill: Any
 
 
 def share_of_chip(
-    p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, l1_bytes, workspace, temperature=0.0
+    p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, l1_bytes, kinds: tuple[str, ...], temperature=0.0
 ) -> Traffic:
     """Spread the tasks over the cores, and split the traffic between HBM and L2.
 
-    L2 holds K and V of the heads in flight plus the workspace; what fits is read from HBM once, the rest every time.
-    workspace: bytes of S, P and O partials that the whole chip has in flight.
+    L2 holds K and V of the heads in flight and the blocks that the cores hand to each other; what fits is read from HBM
+    once, the rest every time. What lies between two kernels finds room in what is left of L2.
     """
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
@@ -198,7 +200,10 @@ def share_of_chip(
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     in_flight = jnp.minimum(active, p.batch * p.kv_heads) * seen
+    workspace, between = workspace_bytes(p, tile, d, b, kinds)
     resident = jnp.minimum(1.0, d.l2_bytes / (in_flight + workspace))
+    kept = jnp.maximum(d.l2_bytes - in_flight - workspace, 0.0) / jnp.maximum(between, 1.0)
+    between_miss = 1 - jnp.minimum(kept, 1.0)
     once = p.batch * p.kv_heads * seen
     asked = stacks * kv_rows(b) * row_bytes
     kv_bytes = once + jnp.maximum(asked - once, 0.0) * (1 - resident)
@@ -208,7 +213,9 @@ def share_of_chip(
         tasks,
         waves=ceil_div(tasks, d.cube_cores, temperature),
         kv_miss=jnp.minimum(kv_bytes / asked, 1.0),
-        work_miss=1 - resident,
+        s_miss=1 - resident if {"qk", "softmax"} <= set(kinds) else between_miss,
+        p_miss=1 - resident if {"softmax", "pv"} <= set(kinds) else between_miss,
+        o_miss=1 - resident,
         spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
     )
 
@@ -270,14 +277,20 @@ def capacities(d: DeviceSpec) -> dict:
 
 
 def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]):
-    """Bytes of scores, probabilities and partial outputs that the chip keeps in global memory."""
+    """(bytes in flight, bytes that lie between kernels) of scores, probabilities and partial outputs in global memory.
+
+    In flight: blocks that the cores of one kernel hand to each other, gone as soon as they are read; between kernels:
+    all of S and P.
+    """
     e = p.element_bytes
-    if len(kinds) == 1:  # unfused: whole S and P
+    zero, calls = jnp.zeros_like(b.rows + p.q_heads), p.batch * p.q_heads * p.q_len * p.kv_len
+    if len(kinds) == 1:
         s, pr = kinds[0] != "pv", kinds[0] != "qk" and kinds[0] != "mask"
-        return p.batch * p.q_heads * p.q_len * p.kv_len * (ACC_BYTES * s + e * pr)
+        return zero, zero + calls * (ACC_BYTES * s + e * pr)
+    between = zero if "qk" in kinds else zero + calls * ACC_BYTES
     if d.arch != "split":
-        return jnp.zeros_like(b.rows + p.q_heads)
+        return zero, between
     all_rows = b.rows * tile.heads_packed
     active = jnp.minimum(d.cube_cores, p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
-    scores = 2 * ACC_BYTES + (tile.lookahead + 1) * e
-    return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES)
+    scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
+    return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between
