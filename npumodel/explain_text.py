@@ -140,6 +140,8 @@ def _bound_by(cost: Cost) -> str:
     work, launch = _of_the_call(cost, _busy(stages)), _of_the_call(cost, cost.launch_seconds)
     if cost.bound == "launch":
         return f"launch: {launch}; the busiest pipe, {pipe}, works for {work}"
+    if cost.bound == "HBM":
+        return f"HBM: busy for {_of_the_call(cost, cost.hbm_seconds)}; the busiest pipe, {pipe}, works for {work}"
     return f"{pipe}: busy for {work}; launches take {launch}"
 
 
@@ -152,7 +154,7 @@ def _gap(cost: Cost) -> list[str]:
     gap = max(cost.seconds - cost.lower_bound, 0.0)
     above = f"{units.seconds(gap)} ({units.percent(gap / cost.lower_bound)}) above the lower bound of"
     ends = "launches and the join of the split keys" if cost.tile.split_kv > 1 else "and launches"
-    bound = f"{units.seconds(cost.lower_bound)}, the busiest pipe of every kernel without a gap, {ends}"
+    bound = f"{units.seconds(cost.lower_bound)}, the busiest pipe (or HBM) of every kernel without a gap, {ends}"
     free = estimate(cost.shape, cost.chip.replace(sync_cycles=0.0), cost.tile)
     hand_overs = min(max(cost.seconds - free.seconds, 0.0), gap)
     why = f"hand-overs between cube and vector units cost {units.seconds(hand_overs)} of it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-#: Rounds of the Euclidean floor sum; enough for operands below 2**24 (Fibonacci growth needs 35, tiles need under 15).
+#: Most rounds of the Euclidean floor sum; enough for operands below 2**24 (Fibonacci growth: 35, tiles: under 15).
 _EUCLID_ROUNDS = 24
 
 
@@ -69,18 +69,22 @@ def floor_sum(count, slope, start, modulus, temperature=0.0):
 
 
 def _euclid_floor_sum(count, slope, start, modulus):
-    def round_(carry, _):
-        n, a, b, m, total = carry
+    def unfinished(carry):
+        left, (n, *_) = carry
+        return (left > 0) & (n > 0).any()
+
+    def round_(carry):
+        left, (n, a, b, m, total) = carry
         whole_a, whole_b = _exact_floor(a, m), _exact_floor(b, m)
         total = total + n * (n - 1) / 2 * whole_a + n * whole_b
         a, b = a - whole_a * m, b - whole_b * m
         top = _exact_floor(a * n + b, m)  # rows of lattice points left under the line: count them along the other axis
-        return (top, m, a * n + b - top * m, jnp.where(a > 0, a, 1.0), total), None
+        return left - 1, (top, m, a * n + b - top * m, jnp.where(a > 0, a, 1.0), total)
 
     operands = [jax.lax.stop_gradient(jnp.asarray(x, jnp.result_type(float))) for x in (count, slope, start, modulus)]
     n, a, b, m = jnp.broadcast_arrays(*operands)
     start = (jnp.maximum(n, 0.0), a, b, m, jnp.zeros_like(n))
-    (*_, total), _ = jax.lax.scan(round_, start, None, length=_EUCLID_ROUNDS)
+    _, (*_, total) = jax.lax.while_loop(unfinished, round_, (_EUCLID_ROUNDS, start))
     return total
 
 

@@ -21,7 +21,7 @@ from ..tile import TileConfig
 from . import tiling
 from .durations import TimeConstants, Work, combine, measure, miss_share, work
 from .graph import Kernel, compile_graph
-from .pipeline import PERIOD, TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
+from .pipeline import TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import Blocks, Problem, Traffic
 
@@ -43,7 +43,8 @@ class Options(NamedTuple):
 
 class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
-    whole call; `combine`: joining the parts of split keys, at the end."""
+    whole call; `combine`: joining the parts of split keys, at the end. hbm_seconds: what the memory needs for the
+    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is."""
 
     launch: Any
     core: Any
@@ -52,6 +53,7 @@ class KernelPrice(NamedTuple):
     bytes: dict
     combine: Work
     hbm_bytes: Any
+    hbm_seconds: Any
     l1_read_bytes: Any
     l1_fill_bytes: Any
     footprints: dict
@@ -117,16 +119,18 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     busy = {name: per_core * (runs[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
     moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
-    from_gm = [miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS]
+    hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
     partials, _, joined = combined.bytes.values()
+    busiest = jnp.maximum(heads * head.total.makespan + head.rest, head.heaviest)
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(heads * head.total.makespan + head.rest, head.heaviest) + sum(combined.seconds.values()),
+        core=jnp.maximum(busiest, hbm_bytes * t.hbm) + sum(combined.seconds.values()),
         busy=busy,
         wait={name: per_core * wait for name, wait in head.total.wait.items()},
         bytes=moved,
         combine=combined,
-        hbm_bytes=sum(from_gm) + x.o_miss * partials + joined,
+        hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
+        hbm_seconds=hbm_bytes * t.hbm,
         l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
         footprints=feet,
@@ -214,7 +218,8 @@ def _tasks_of_a_head(
     empty = jax.tree.map(itemgetter(0), every)
     last = plus(jax.tree.map(lambda x, e: working * x - (working - 1) * e, ragged, end), empty, b.parts - working)
     seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
-    growth = jax.tree.map(lambda x: (x[-1] - x[-1 - PERIOD]) / PERIOD, every)
+    mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.q_blocks - 1, 1.0) / b.parts))
+    growth = plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
     before = plus(over(0.0, b.q_blocks), growth, b.steps - b.last_steps - seen)
     before = plus(before, end, b.reach_end - 1)
     total = plus(before, last)

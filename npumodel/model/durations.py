@@ -222,8 +222,8 @@ def _matmul_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, b
     cube = m.fractal * n.fractal * k.depth * t.mac + m.l0_blocks * n.l0_blocks * k.l0_depths * t.mmad
     bytes_a, bytes_b = l0_bytes(stage, p, b)
     mte1 = bytes_a * t.l1_l0a + bytes_b * t.l1_l0b
-    depth = jnp.minimum(k.length, l0_depth(d, p.element_bytes)) * p.element_bytes
-    first = depth * (jnp.minimum(m.length, L0_BLOCK) * t.l1_l0a + jnp.minimum(n.length, L0_BLOCK) * t.l1_l0b)
+    depth = jnp.minimum(k.depth, l0_depth(d, p.element_bytes)) * p.element_bytes
+    first = depth * (jnp.minimum(m.fractal, L0_BLOCK) * t.l1_l0a + jnp.minimum(n.fractal, L0_BLOCK) * t.l1_l0b)
     return first + jnp.maximum(cube, mte1 - first)
 
 
@@ -234,8 +234,8 @@ def _matmul_sizes(stage: Stage, b: Block) -> tuple[Size, Size, Size]:
 def l0_bytes(stage: Stage, p: Problem, b: Block):
     """Bytes that one matmul stage reads from L1 into L0A and L0B: each operand once per L0 block of the other."""
     m, n, k = _matmul_sizes(stage, b)
-    shared = k.length * p.element_bytes
-    return m.length * shared * n.l0_blocks, n.length * shared * m.l0_blocks
+    shared = k.depth * p.element_bytes
+    return m.fractal * shared * n.l0_blocks, n.fractal * shared * m.l0_blocks
 
 
 _PASSES = {
@@ -294,8 +294,8 @@ def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: 
     """A transfer: bytes times seconds a byte of its path. Across global memory, a byte from HBM costs the slower of the
     path and this core's share of the HBM bandwidth, and every burst costs `burst_half_bytes` more:
     bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4). One burst a step, but scores
-    enter UB one vector tile at a time."""
-    units = b.units if stage.action in VECTOR_PATHS else 1.0
+    enter UB one vector tile at a time. Vector units that have no row to work on move nothing."""
+    units = b.rows.length / b.unit_rows if stage.action in VECTOR_PATHS else 1.0
     moved = _bytes(stage, p, x, b) / units
     if stage.action not in GM_PATHS:
         return moved * getattr(t, stage.action)
@@ -306,7 +306,7 @@ def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: 
 
 def _gm_seconds(path: str, moved, bursts, miss, units, t: TimeConstants, d: DeviceSpec, x: Traffic):
     per_byte = getattr(t, path)
-    from_hbm = jnp.maximum(per_byte, t.hbm * x.active * units)
+    from_hbm = jnp.maximum(per_byte, t.hbm * x.sharing * units)
     return (moved + bursts * d.burst_half_bytes) * ((1 - miss) * per_byte + miss * from_hbm)
 
 
@@ -329,7 +329,7 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
     vector = vector + parts * mine * MIN_VECTOR_ROWS * exp * t.exp
     tiles = ceil_div(elements * ACC_BYTES, d.vector_tile_bytes, temperature)
     vector = vector + tiles * (parts * sum(COMBINE_PASSES) + sum(FINALIZE_PASSES)) * t.vector_instr + t.sync
-    everywhere = x._replace(active=d.cube_cores)
+    everywhere = x._replace(sharing=d.cube_cores)
     moved = (parts * rows * row_bytes, 0.0, rows * p.v_head_dim * p.element_bytes)
     share = mine / rows
     load = _gm_seconds("gm_ub", moved[0] * share, parts * tiles, x.o_miss, d.vector_cores_per_cube, t, d, everywhere)

@@ -82,8 +82,10 @@ class Cost:
     l2_hit_rate    share of the bytes asked from global memory that L2 serves
     launches, launch_seconds
     breakdown      seconds by time constant (see `durations.TimeConstants`), by gradient, when asked for
-    lower_bound    busiest pipe and launches; upper_bound: everything in a row
-    bound          the busiest pipe, or "launch" where launches take longer than any pipe works
+    lower_bound    busiest pipe or HBM, and launches; upper_bound: everything in a row
+    bound          the busiest pipe, or "HBM" where the memory takes longer for the bytes of all cores, or "launch" if
+                   launches take longer than both
+    hbm_seconds    what the memory takes for the bytes of all cores at its full rate
     footprints     per buffer, the largest over the kernels
     """
 
@@ -100,6 +102,7 @@ class Cost:
     lower_bound: float
     upper_bound: float
     bound: str
+    hbm_seconds: float
     footprints: tuple[Footprint, ...]
     tasks: int
     steps: int
@@ -225,7 +228,8 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
     combined = float(sum(sum(k.combine.seconds.values()) for k in result.kernels))
     launch = float(sum(k.launch for k in result.kernels))
     reads, fills = (float(sum(getattr(k, name) for k in result.kernels)) for name in ("l1_read_bytes", "l1_fill_bytes"))
-    together: dict[str, float] = {}
+    memory = [float(k.hbm_seconds) for k in result.kernels]
+    together: dict[str, float] = {"HBM": sum(memory)}
     for stage in stages:
         together[stage.pipe] = together.get(stage.pipe, 0.0) + stage.busy
     tasks, steps = tasks_and_steps(shape, tile)
@@ -240,9 +244,10 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         l2_hit_rate=1 - traffic["hbm"] / asked,
         launches=graph.launches,
         launch_seconds=launch,
-        lower_bound=launch + combined + sum(max(kernel.values()) for kernel in pipes),
+        lower_bound=launch + combined + sum(max(*pipe.values(), hbm) for pipe, hbm in zip(pipes, memory, strict=True)),
         upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device, steps / tasks),
         bound=max(together, key=together.__getitem__) if max(together.values()) > launch else "launch",
+        hbm_seconds=sum(memory),
         footprints=tuple(
             Footprint(name, max(float(k.footprints[name]) for k in result.kernels), float(bytes_))
             for name, bytes_ in tiling.capacities(device).items()

@@ -102,8 +102,9 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     q_blocks, kv_blocks = ceil_div(p.q_len, rows, temperature), ceil_div(p.kv_len, cols, temperature)
     full = q_blocks - 1
     after_last = rows - 1 + p.high + cols  # q block i ends with kv block (i rows + this) // cols, counted from 1
-    ends, before_end, empty = _clipped_floor_sum(full, rows, after_last, cols, kv_blocks, temperature)
-    starts, _, _ = _clipped_floor_sum(full, rows, p.low, cols, kv_blocks, temperature)
+    both = jnp.stack(jnp.broadcast_arrays(after_last, p.low + jnp.zeros_like(after_last)))
+    run = jax.vmap(lambda start: _clipped_floor_sum(full, rows, start, cols, kv_blocks, temperature))
+    (ends, starts), (before_end, _), (empty, _) = run(both)
 
     def first_of(block):
         return jnp.clip(floor_div(block * rows + p.low, cols, temperature), 0.0, kv_blocks)
@@ -170,6 +171,7 @@ class Traffic(NamedTuple):
     active      cores that have work
     tasks       tasks of the whole call
     waves       tasks of the busiest core
+    sharing     cores at work at a time, in the mean: those that share HBM
     kv_miss     share of K and V bytes that come from HBM
     s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2
     spill       share of the L1 working set that does not fit and is fetched again every step
@@ -179,6 +181,7 @@ class Traffic(NamedTuple):
     active: Any
     tasks: Any
     waves: Any
+    sharing: Any
     kv_miss: Any
     s_miss: Any
     p_miss: Any
@@ -191,17 +194,21 @@ def share_of_chip(
 ) -> Traffic:
     """Spread the tasks over the cores, and split the traffic between HBM and L2.
 
-    L2 holds K and V of the heads in flight and the blocks that the cores hand to each other; what fits is read from HBM
-    once, the rest every time. What lies between two kernels finds room in what is left of L2.
+    L2 holds the blocks that the cores hand to each other, which are read back at once, then K and V of the heads in
+    flight (those that a window has left behind are not); what fits is read from HBM once, the rest every time. What
+    lies between two kernels finds room in what is left.
     """
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
     active = jnp.minimum(d.cube_cores, tasks)
+    waves = ceil_div(tasks, d.cube_cores, temperature)
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
-    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * seen
+    near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
+    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * near
     workspace, between = workspace_bytes(p, tile, d, b, kinds)
-    resident = jnp.minimum(1.0, d.l2_bytes / (in_flight + workspace))
+    resident = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - workspace, 0.0) / in_flight)
+    handed = jnp.minimum(1.0, d.l2_bytes / jnp.maximum(workspace, 1.0))
     kept = jnp.maximum(d.l2_bytes - in_flight - workspace, 0.0) / jnp.maximum(between, 1.0)
     between_miss = 1 - jnp.minimum(kept, 1.0)
     once = p.batch * p.kv_heads * seen
@@ -211,11 +218,12 @@ def share_of_chip(
         stacks,
         active,
         tasks,
-        waves=ceil_div(tasks, d.cube_cores, temperature),
+        waves=waves,
+        sharing=tasks / waves,
         kv_miss=jnp.minimum(kv_bytes / asked, 1.0),
-        s_miss=1 - resident if {"qk", "softmax"} <= set(kinds) else between_miss,
-        p_miss=1 - resident if {"softmax", "pv"} <= set(kinds) else between_miss,
-        o_miss=1 - resident,
+        s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) else between_miss,
+        p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) else between_miss,
+        o_miss=1 - handed,
         spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
     )
 

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +43,7 @@ _PER_OCTAVE = 4
 _PARTS = 8
 
 #: Points that a compiled function takes (the rest is padding), and points that it works on at once.
-BATCH = 4096
+BATCH = 2048
 CHUNK = 512
 
 
@@ -241,10 +243,19 @@ def _in_batches(run, shapes: Sequence[AttentionShape], tiles: TileConfig, empty:
     """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined."""
     n, out = _count(tiles), [empty]
     problems, tiles = _problems(shapes, n), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
-    for start in range(0, n, BATCH):
+
+    def batch(start: int) -> np.ndarray:
         part = jax.tree.map(operator.itemgetter(slice(start, start + BATCH)), (problems, tiles))
-        out.append(np.asarray(run(*part), float)[: _count(part[1])])
-    return np.concatenate(out)
+        return np.asarray(run(*part), float)[: _count(part[1])]
+
+    starts = range(0, n, BATCH)
+    return np.concatenate([*out, *(_workers().map(batch, starts) if len(starts) > 1 else map(batch, starts))])
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    """A compiled function lets go of the interpreter, but its small kernels use one core each."""
+    return ThreadPoolExecutor(os.cpu_count(), "npumodel-prices")
 
 
 def _filled(x) -> np.ndarray:
