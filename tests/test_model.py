@@ -12,7 +12,7 @@ import pytest
 from npumodel.hardware import device
 from npumodel.model import estimate as estimate_module
 from npumodel.model import tiling
-from npumodel.model.cost import Options, price
+from npumodel.model.cost import GRADIENT_OPTIONS, Options, price
 from npumodel.model.durations import TimeConstants, time_constants
 from npumodel.model.estimate import arguments, estimate, footprints, illegal, tasks_and_steps
 from npumodel.model.graph import graph_of
@@ -121,9 +121,10 @@ def test_steps_and_rows_match_a_count_by_hand():
         heads = shape.batch * shape.q_heads
         assert tasks_and_steps(shape, tile) == (heads * len(steps), heads * sum(steps))
         weights = np.asarray(tiling.sample_weights(b, 0.0, b.q_blocks))
-        assert weights.sum() == pytest.approx(len(steps) - 1, rel=1e-6)
-        if len(steps) <= tiling.SAMPLES:
-            assert (np.repeat(np.asarray(b.sample_steps), weights.astype(int)) == steps[:-1]).all()
+        some = [s for s in steps[:-1] if s]
+        assert weights.sum() == pytest.approx(len(some), rel=1e-6)
+        if len(some) <= tiling.SAMPLES:
+            assert (np.repeat(np.asarray(b.sample_steps), weights.astype(int)) == some).all()
 
 
 def test_pairs_and_bytes_of_a_shape_match_a_count_by_hand():
@@ -211,7 +212,7 @@ def test_graph_folds_the_mask_and_counts_launches():
 # Laws ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["article", "ascend310b1", "ascend910b2", "ascend950dt_9581"])
+@pytest.mark.parametrize("name", ["article", "ascend910b2", pytest.param("ascend950dt_9581", marks=pytest.mark.slow)])
 def test_bounds_breakdown_and_busy_time(name):
     rng, dev = np.random.default_rng(3), device(name)
     for _ in range(25):
@@ -342,7 +343,7 @@ def test_gradient_is_finite_everywhere_and_matches_finite_differences(name):
             t = time_constants(dev, "float16")
             return price(t, p, tile, dev, Options("float16", False, waits=False), temperature).seconds
 
-        run, grad = jax.jit(seconds), jax.jit(jax.grad(seconds, (0, 1)))
+        run, grad = jax.jit(seconds), jax.jit(jax.grad(seconds, (0, 1)), compiler_options=GRADIENT_OPTIONS)
         warm = np.float64(0.2)
         for gradient in jax.tree.leaves(grad(tile, dev, warm)) + jax.tree.leaves(grad(tile, dev, np.float64(0.0))):
             assert np.isfinite(gradient)

@@ -89,6 +89,8 @@ def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
         got, _ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
+        if len(kinds) < 3:
+            continue  # one more compilation
         got, _ = settled(full, tail, steps, buffers, lookahead, sync)
         for name, wait in want.wait.items():
             assert float(got.wait[name]) == pytest.approx(wait, rel=1e-3, abs=1e-3 * want.makespan), (name, steps)

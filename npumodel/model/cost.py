@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
-from ..relax import floor_div, gate
+from ..relax import ceil_div, floor_div, gate
 from ..tile import TileConfig
 from . import tiling
 from .durations import TimeConstants, Work, combine, measure, miss_share, work
@@ -43,11 +43,13 @@ class Options(NamedTuple):
 
 class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
-    whole call; `combine`: joining the parts of split keys, at the end. hbm_seconds: what the memory needs for the
-    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is."""
+    whole call; `combine`: joining the parts of split keys, at the end. serial: as `core`, with nothing beside anything
+    else. hbm_seconds: what the memory needs for the kernel's bytes; loads and stores of a core run side by side, but no
+    core is done before the memory is."""
 
     launch: Any
     core: Any
+    serial: Any
     busy: dict
     wait: dict
     bytes: dict
@@ -121,12 +123,14 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
     hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
     partials, _, joined = combined.bytes.values()
-    busiest = jnp.maximum(heads * head.total.makespan + head.rest, head.heaviest)
+    busiest = _longer(_plus(head.rest, head.total, heads), head.heaviest)
+    joining = sum(combined.seconds.values())
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(busiest, hbm_bytes * t.hbm) + sum(combined.seconds.values()),
+        core=jnp.maximum(busiest.makespan, hbm_bytes * t.hbm) + joining,
+        serial=busiest.serial + joining,
         busy=busy,
-        wait={name: per_core * wait for name, wait in head.total.wait.items()},
+        wait={name: per_core * jnp.maximum(wait, 0.0) for name, wait in head.total.wait.items()},
         bytes=moved,
         combine=combined,
         hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
@@ -161,12 +165,12 @@ def _runs(table: StageTable, b: Blocks) -> dict:
 
 
 class _Head(NamedTuple):
-    """The tasks of a head. total: their makespans and waits, added up; rest: makespans of the tasks that the busiest
-    core does beyond whole heads; heaviest: the longest task."""
+    """The tasks of a head. total: all of them added up; rest: those that the busiest core does beyond whole heads;
+    heaviest: the longest one."""
 
     total: TaskTimes
-    rest: Any
-    heaviest: Any
+    rest: TaskTimes
+    heaviest: TaskTimes
 
 
 def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, sync, o: Options, temperature) -> _Head:
@@ -174,7 +178,7 @@ def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, s
 
     def at(lookahead) -> _Head:
         k = knobs(table, tile.buffers, lookahead, sync)
-        steps = jnp.maximum(b.last_steps / b.parts, 1.0)
+        steps = jnp.maximum(ceil_div(b.last_steps, b.parts, temperature), 1.0)
 
         def run(full, tail) -> TaskTimes:
             return task(table, full, tail, steps, k, o.transient, o.waits)
@@ -205,32 +209,46 @@ def _tasks_of_a_head(
     def of(steps) -> TaskTimes:  # all tasks of one q block of full rows that sees `steps` kv blocks
         return jax.tree.map(lambda x: b.parts * x, at_steps(every, steps / b.parts))
 
-    def plus(x, y, times: Any = 1.0):
-        return jax.tree.map(lambda a, b: a + times * b, x, y)
-
-    def over(first, last) -> TaskTimes:
+    def over(first, last) -> TaskTimes:  # q blocks first .. last - 1, without the last one of the head
         weights = tiling.sample_weights(b, first, last)
-        return jax.tree.map(lambda x: (weights * x).sum(0), sampled)
+        some = jax.tree.map(lambda x: (weights * x).sum(0), sampled)
+        return _plus(some, empty, b.parts * jnp.maximum(jnp.minimum(last, b.empty) - first, 0.0))
 
-    sampled = jax.vmap(of)(b.sample_steps)
-    end = plus(whole, at_steps(every, steps), -1.0)  # what the ragged columns change
+    empty, sampled = jax.tree.map(itemgetter(0), every), jax.vmap(of)(b.sample_steps)
+    end = _plus(whole, at_steps(every, steps), -1.0)  # what the ragged columns change
     working = jnp.minimum(b.parts, b.last_steps)
-    empty = jax.tree.map(itemgetter(0), every)
-    last = plus(jax.tree.map(lambda x, e: working * x - (working - 1) * e, ragged, end), empty, b.parts - working)
+    others = at_steps(every, (b.last_steps - steps) / jnp.maximum(working - 1, 1.0))  # parts without the ragged columns
+    last = _plus(_plus(ragged, others, working - 1), empty, b.parts - working)
     seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
-    mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.q_blocks - 1, 1.0) / b.parts))
-    growth = plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
-    before = plus(over(0.0, b.q_blocks), growth, b.steps - b.last_steps - seen)
-    before = plus(before, end, b.reach_end - 1)
-    total = plus(before, last)
-    most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
-    heaviest = jnp.maximum(at_steps(every, most).makespan, ragged.makespan)
-    heaviest = jnp.maximum(heaviest, gate(b.reach_end - 1) * whole.makespan)
+    mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.started - 1, 1.0) / b.parts))
+    growth = _plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
+    before = _plus(over(0.0, b.q_blocks - 1), growth, b.steps - b.last_steps - seen)
+    before = _plus(before, end, b.reach_end - 1)
+    total = _plus(before, last)
+    mean_task = _plus(_none(total), total, 1 / (b.q_blocks * b.parts))
     if core_order == "contiguous":
-        blocks = jnp.maximum(left / b.parts - 1, 0.0)
-        inner = plus(over(b.q_blocks - 1 - blocks, b.q_blocks - 1), end, jnp.minimum(b.reach_end - 1, blocks))
-        rest = inner.makespan + jnp.minimum(left / b.parts, 1.0) * last.makespan
+        blocks = jnp.minimum(left / b.parts, b.q_blocks)
+        reaching = jnp.maximum(jnp.minimum(b.reach_end, blocks) - 1, 0.0)
+        inner = _plus(over(b.q_blocks - blocks, b.q_blocks - 1), end, reaching)
+        at_the_end = _plus(inner, last, jnp.minimum(blocks, 1.0))
+        at_the_start = over(0.0, jnp.minimum(blocks, b.q_blocks - 1))
+        rest = _longer(_longer(at_the_end, at_the_start), _plus(_none(total), mean_task, left))
     else:
-        usual = before.makespan / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0)
-        rest = left * jnp.maximum(usual, total.makespan / (b.q_blocks * b.parts))
+        usual = _plus(_none(total), before, 1 / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0))
+        rest = _plus(_none(total), _longer(usual, mean_task), left)
+    most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
+    to_the_end = _plus(_none(whole), whole, gate(b.reach_end - 1))
+    heaviest = _longer(_longer(at_steps(every, most), ragged), to_the_end)
     return _Head(total, rest, heaviest)
+
+
+def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:
+    return jax.tree.map(lambda a, b: a + times * b, x, y)
+
+
+def _none(x: TaskTimes) -> TaskTimes:
+    return jax.tree.map(jnp.zeros_like, x)
+
+
+def _longer(x: TaskTimes, y: TaskTimes) -> TaskTimes:
+    return jax.tree.map(jnp.maximum, x, y)

@@ -329,7 +329,7 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
     vector = vector + parts * mine * MIN_VECTOR_ROWS * exp * t.exp
     tiles = ceil_div(elements * ACC_BYTES, d.vector_tile_bytes, temperature)
     vector = vector + tiles * (parts * sum(COMBINE_PASSES) + sum(FINALIZE_PASSES)) * t.vector_instr + t.sync
-    everywhere = x._replace(sharing=d.cube_cores)
+    everywhere = x._replace(sharing=rows / mine / d.vector_cores_per_cube)
     moved = (parts * rows * row_bytes, 0.0, rows * p.v_head_dim * p.element_bytes)
     share = mine / rows
     load = _gm_seconds("gm_ub", moved[0] * share, parts * tiles, x.o_miss, d.vector_cores_per_cube, t, d, everywhere)

@@ -245,7 +245,7 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         launches=graph.launches,
         launch_seconds=launch,
         lower_bound=launch + combined + sum(max(*pipe.values(), hbm) for pipe, hbm in zip(pipes, memory, strict=True)),
-        upper_bound=launch + sum(s.busy for s in stages) + _hand_overs(tables, result, device, steps / tasks),
+        upper_bound=launch + float(sum(k.serial for k in result.kernels)),
         bound=max(together, key=together.__getitem__) if max(together.values()) > launch else "launch",
         hbm_seconds=sum(memory),
         footprints=tuple(
@@ -295,15 +295,6 @@ def kv_blocks(shape: AttentionShape, tile: TileConfig) -> tuple[np.ndarray, np.n
     last = np.minimum(first + rows, shape.q_len) - 1
     begin, end = np.clip(first + low, 0, shape.kv_len) // cols, -(-np.clip(last + high + 1, 0, shape.kv_len) // cols)
     return np.minimum(begin, end), end
-
-
-def _hand_overs(tables, result: Price, device: DeviceSpec, steps_of_a_task: float) -> float:
-    """Seconds of all hand-overs of the busiest core, one after the other."""
-    count = sum(
-        sum(s.sync for s in table.stages) * steps_of_a_task * float(k.traffic.waves)
-        for table, k in zip(tables, result.kernels, strict=True)
-    )
-    return count * float(device.sync_cycles / device.cube_hz)
 
 
 def _pipe_seconds(table: StageTable, k: KernelPrice) -> dict[str, float]:

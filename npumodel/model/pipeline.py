@@ -46,10 +46,11 @@ class Knobs(NamedTuple):
 
 
 class TaskTimes(NamedTuple):
-    """What one task costs: makespan (s), and per compute stage the seconds that it waited for transfers (without
-    `waits`: nothing)."""
+    """What one task costs: makespan (s), what it would be with one stage after the other and every hand-over paid, and
+    per compute stage the seconds that it waited for transfers (without `waits`: nothing)."""
 
     makespan: Any
+    serial: Any
     wait: dict
 
 
@@ -200,7 +201,19 @@ class Wiring:
     def finish(self, state: State, full: dict, k: Knobs, waited: dict) -> TaskTimes:
         """Run what comes once at the end of a task. waited: seconds by stage before."""
         state, more, _ = self.run(self.table.when("task_end"), state, full, k)
-        return TaskTimes(self.makespan(state), _added(waited, more))
+        return TaskTimes(self.makespan(state), None, _added(waited, more))
+
+    def in_a_row(self, seconds: dict, k: Knobs, when: str):
+        """Seconds of all stages of one kind, one after the other, hand-overs included."""
+        zero = 0.0 * sum(seconds.values())
+        return sum((seconds[s.name] + k.sync * s.sync for s in self.table.when(when)), zero)
+
+    def serial(self, steps, full: dict, last: dict, k: Knobs):
+        """Seconds of a task with nothing overlapped; 0 steps: without its loads."""
+        some = jnp.minimum(steps, 1.0)
+        step, end = self.in_a_row(full, k, "step"), self.in_a_row(last, k, "step")
+        once = some * self.in_a_row(full, k, "task_start") + self.in_a_row(full, k, "task_end")
+        return once + jnp.maximum(steps - 1, 0.0) * step + some * end
 
     def makespan(self, state: State):
         return reduce(_later, state.pipes.values())
@@ -245,9 +258,11 @@ def lengths(table: StageTable, full: dict, k: Knobs, transient: int, waits: bool
     _, (times, waited) = jax.lax.scan(body, begin, jnp.arange(float(transient)))
     before = jax.tree.map(lambda x: jnp.cumsum(x, 0), waited)
     times = times._replace(wait=_added(before, times.wait))
+    serial = jax.vmap(lambda steps: wiring.serial(steps, full, full, k))(jnp.arange(transient + 1.0))
     empty = wiring.finish(wiring.begin(full, 0.0), full, k, {})
     empty = empty._replace(wait={name: empty.wait.get(name, 0.0 * empty.makespan) for name in times.wait})
-    return jax.tree.map(lambda none, some: jnp.concatenate([none[None], some]), empty, times)
+    every = jax.tree.map(lambda none, some: jnp.concatenate([none[None], some]), empty, times)
+    return every._replace(serial=serial)
 
 
 def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
@@ -283,7 +298,8 @@ def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: 
     before = jnp.clip(place[None] - column, 0.0, 1.0)
     waited = {n: x.reshape(transient, *x.shape[2:]) for n, x in waited.items()}
     waited = {n: (before * x).sum(0) + periods * x[-PERIOD:].sum(0) for n, x in waited.items()}
-    return times._replace(wait=_added(_added(waited, more), times.wait))
+    serial = wiring.serial(steps, full, tail, k)
+    return TaskTimes(times.makespan, serial, _added(_added(waited, more), times.wait))
 
 
 def at_steps(every: TaskTimes, steps) -> TaskTimes:
@@ -326,4 +342,5 @@ def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots
     state, more, finished = wiring.run(table.when("task_end"), state, full, k)
     once = jax.tree.map(lambda x: jnp.full(slots, x), (start | finished, more))
     total = {n: x.sum(0) for n, x in waits.items()}
-    return TaskTimes(wiring.makespan(state), total | more), ends | once[0], waits | once[1]
+    times = TaskTimes(wiring.makespan(state), wiring.serial(steps, full, tail, k), total | more)
+    return times, ends | once[0], waits | once[1]

@@ -77,8 +77,8 @@ class Blocks(NamedTuple):
     last_steps      steps of the last q block
     most_steps      most steps of a q block before the last
     reach_end       q blocks that reach the last kv block
-    started         q blocks with at least one step
-    sample_steps    [SAMPLES] steps of q blocks spread over those before the last
+    started         q blocks with at least one step; `empty`: those before them
+    sample_steps    [SAMPLES] steps of q blocks spread over the started ones before the last
     """
 
     q_blocks: Any
@@ -94,6 +94,10 @@ class Blocks(NamedTuple):
     reach_end: Any
     started: Any
     sample_steps: Any
+
+    @property
+    def empty(self):
+        return self.q_blocks - self.started
 
 
 def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
@@ -114,11 +118,11 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         return jnp.maximum(end - first_of(block), 0.0)
 
     def sample(number):
-        return steps_of(jax.lax.stop_gradient(jnp.floor((number + 0.5) * _stride(full))))
+        return steps_of(empty + jax.lax.stop_gradient(jnp.floor((number + 0.5) * _stride(full - empty))))
 
     numbers = jnp.arange(float(SAMPLES))
     samples = jax.vmap(sample)(numbers)
-    there = jax.vmap(lambda number, steps: jnp.where(number < full, steps, 0.0))(numbers, samples)
+    there = jax.vmap(lambda number, steps: jnp.where(number < full - empty, steps, 0.0))(numbers, samples)
     last_steps = jnp.maximum(kv_blocks - first_of(full), 1.0)
     return Blocks(
         q_blocks,
@@ -137,9 +141,9 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     )
 
 
-def _stride(full):
+def _stride(count):
     """q blocks that each sample stands for, at least 1."""
-    return jnp.maximum(full / SAMPLES, 1.0)
+    return jnp.maximum(count / SAMPLES, 1.0)
 
 
 def _clipped_floor_sum(count, slope, start, modulus, top, temperature):
@@ -153,12 +157,12 @@ def _clipped_floor_sum(count, slope, start, modulus, top, temperature):
 
 
 def sample_weights(b: Blocks, first, last):
-    """[SAMPLES] how many of the q blocks first .. last - 1 (the last one of the head not among them) each sample stands
-    for."""
-    full = b.q_blocks - 1
+    """[SAMPLES] how many of the q blocks first .. last - 1 (the empty ones and the last one of the head not among them)
+    each sample stands for."""
+    full, stride = b.q_blocks - 1, _stride(b.started - 1)
 
     def weight(number):
-        low, high = number * _stride(full), (number + 1) * _stride(full)
+        low, high = b.empty + number * stride, b.empty + (number + 1) * stride
         return jnp.maximum(jnp.minimum(jnp.minimum(high, last), full) - jnp.maximum(low, first), 0.0)
 
     return jax.vmap(weight)(jnp.arange(float(SAMPLES)))
