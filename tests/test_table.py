@@ -256,7 +256,7 @@ def test_stale_spec_is_skipped_and_named_once():
 
 
 def test_stale_model_is_skipped_and_named():
-    with pytest.warns(TileTableWarning, match="model_version was 0, is 1") as caught:
+    with pytest.warns(TileTableWarning, match=f"model_version was 0, is {MODEL_VERSION}") as caught:
         assert table(header=Header.of(TINY, model_version="0")).lookup(SHAPE, TINY) is None
     assert len(caught) == 1
     with pytest.warns(TileTableWarning, match=f"model_version was {MODEL_VERSION}, is 7"):
