@@ -64,13 +64,19 @@ UNFUSED = (
 PLANS = FUSED + UNFUSED
 #: Draws of one plan; 20,736 of all six.
 COUNT = 3456
-#: Rounding of float32: many steps are a few added up, and the last of them many times over.
-ROUNDING = 1e-4
-#: How far the tasks of a head that are looked at are from all of them, where windows end within a block.
+#: Rounding of float64; the laws are those of the model, and float32 is compared with it below.
+ROUNDING = 1e-9
+#: A head of more q blocks is priced by a sample of them: the accuracy that the O(1) reading is held to.
 SAMPLED = 1e-3
 #: Slots that the schedule runs one by one: nearly all pipelines have settled, so that the laws are those of the exact
 #: schedule; how far the O(1) reading of the price is from it is a law of its own.
 SETTLED = 132
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
 
 
 def plans(chosen):
@@ -321,7 +327,9 @@ def test_overlap_never_lengthens_a_call(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
     options = Options("", plan.masked, overlap=False, waits=False, transient=SETTLED)
     serial = np.asarray(_priced(draws.t, draws.p, draws.tile, draws.d, options).seconds)
-    holds(draws, found.seconds <= serial * (1 + SAMPLED), found.seconds, serial)
+    q_blocks = np.array([counts(draws, i)[0] for i in range(COUNT)])
+    tolerance = np.where(q_blocks - 1 > tiling.SAMPLES, SAMPLED, ROUNDING)
+    holds(draws, found.seconds <= serial * (1 + tolerance), found.seconds, serial)
 
 
 @plans(PLANS)
@@ -403,7 +411,9 @@ def first_optimum(plan, seed):
 
 MORE_CORES = pytest.param(
     "cube_cores",
-    marks=pytest.mark.xfail(reason="a plan cannot say how many cores to launch, and each costs launch_per_core_s"),
+    marks=pytest.mark.xfail(
+        strict=True, reason="a plan cannot say how many cores to launch, and each costs launch_per_core_s"
+    ),
 )
 
 
@@ -454,13 +464,14 @@ def _relaxed_slopes(t, p, tile, d, temperature, options):
 
 
 @plans(FUSED[:1])
-def test_relaxed_at_temperature_zero_in_double_precision_is_the_exact_price(plan, seed):
+def test_single_precision_and_relaxed_at_temperature_zero_are_the_exact_price(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
-    with jax.enable_x64(True):
-        exact = gathered(*draws[:4])
-        options = Options("", plan.masked, waits=False, transient=SETTLED)
-        seconds = np.asarray(_relaxed(exact.t, exact.p, exact.tile, exact.d, np.zeros(COUNT), options))
-    holds(draws, np.isclose(found.seconds, seconds, rtol=1e-4), found.seconds, seconds)
+    options = Options("", plan.masked, waits=False, transient=SETTLED)
+    seconds = np.asarray(_relaxed(draws.t, draws.p, draws.tile, draws.d, np.zeros(COUNT), options))
+    holds(draws, np.isclose(found.seconds, seconds, rtol=ROUNDING), found.seconds, seconds)
+    with jax.enable_x64(False):
+        single = priced(gathered(*draws[:4])).seconds
+    holds(draws, np.isclose(found.seconds, single, rtol=1e-4), found.seconds, single)
 
 
 @plans(FUSED[:1])
@@ -468,24 +479,23 @@ def test_gradient_is_the_finite_difference_away_from_kinks(plan, seed):
     """Each draw moves one number: a time constant, or a knob of a tile between the whole numbers."""
     places = [(0, field) for field in TimeConstants._fields] + [(1, knob) for knob in KNOBS]
     moved = np.arange(COUNT) % len(places)
-    with jax.enable_x64(True):
-        draws, options = gathered(*drawn(plan, seed)[:4]), Options("", plan.masked, waits=False)
-        rng, warm, share = np.random.default_rng(3), np.full(COUNT, 0.3), 3e-8
-        between = {n: getattr(draws.tile, n) * rng.uniform(1, 1.1, COUNT) + rng.uniform(0, 0.1, COUNT) for n in KNOBS}
-        at = (draws.t, draws.tile.replace(**between))
+    draws, options = drawn(plan, seed), Options("", plan.masked, waits=False)
+    rng, warm, share = np.random.default_rng(3), np.full(COUNT, 0.3), 3e-8
+    between = {n: getattr(draws.tile, n) * rng.uniform(1, 1.1, COUNT) + rng.uniform(0, 0.1, COUNT) for n in KNOBS}
+    at = (draws.t, draws.tile.replace(**between))
 
-        def run(sign):
-            by = [1 + sign * share * (moved == i) for i in range(len(places))]
-            t, tile = at
-            t = t._replace(**{n: getattr(t, n) * by[i] for i, (part, n) in enumerate(places) if part == 0})
-            tile = tile.replace(**{n: getattr(tile, n) * by[i] for i, (part, n) in enumerate(places) if part == 1})
-            return np.asarray(_relaxed(t, draws.p, tile, draws.d, warm, options))
+    def run(sign):
+        by = [1 + sign * share * (moved == i) for i in range(len(places))]
+        t, tile = at
+        t = t._replace(**{n: getattr(t, n) * by[i] for i, (part, n) in enumerate(places) if part == 0})
+        tile = tile.replace(**{n: getattr(tile, n) * by[i] for i, (part, n) in enumerate(places) if part == 1})
+        return np.asarray(_relaxed(t, draws.p, tile, draws.d, warm, options))
 
-        here = run(0)
-        slopes = jax.device_get(_relaxed_slopes(at[0], draws.p, at[1], draws.d, warm, options))
-        want = [getattr(slopes[part], n) * getattr(at[part], n) * share for part, n in places]
-        want = np.stack(want)[moved, np.arange(COUNT)]
-        up, down = run(1) - here, here - run(-1)
+    here = run(0)
+    slopes = jax.device_get(_relaxed_slopes(at[0], draws.p, at[1], draws.d, warm, options))
+    want = [getattr(slopes[part], n) * getattr(at[part], n) * share for part, n in places]
+    want = np.stack(want)[moved, np.arange(COUNT)]
+    up, down = run(1) - here, here - run(-1)
     noise = 1e-4 * share * here
     smooth = np.abs(up - down) <= 1e-3 * np.abs(up) + noise
     assert smooth.mean() > 0.9
@@ -589,9 +599,9 @@ def test_priced_steps_are_those_counted_in_integers(plan, seed):
     draws = drawn(plan, seed)
     tasks, steps = counted(plan, seed)
     tile = draws.tile.replace(fusion="fused", core_order="balanced")
-    with jax.enable_x64(True):
-        exact = _cut(*jax.tree.map(np.float64, (draws.p, tile)))
-    single = _cut(draws.p, tile)
+    exact = _cut(draws.p, tile)
+    with jax.enable_x64(False):
+        single = _cut(*jax.tree.map(np.float32, (draws.p, tile)))
     stacks = np.array([s.batch * s.q_heads // t.heads_packed for s, t in zip(draws.shapes, draws.tiles, strict=True)])
     small = np.asarray(single.q_blocks * single.kv_blocks) < 2**24
     for b in (single, exact):
@@ -677,10 +687,8 @@ def test_a_huge_call_costs_the_same_in_single_and_double_precision(plan, seed):
     blocks = 16 * rng.integers(1, 9, (COUNT, 2))
     tiles = [TileConfig(int(q), int(kv), split_kv=1 + i % 2) for i, (q, kv) in enumerate(blocks)]
     tiles = [tile.replace(core_order=plan.core_order) for tile in tiles]
-    single = gathered(plan, shapes, names, tiles)
-    seconds = priced(single).seconds
-    with jax.enable_x64(True):
-        exact = gathered(plan, shapes, names, tiles)
-        options = Options("", plan.masked, waits=False)
-        want = np.asarray(_relaxed(exact.t, exact.p, exact.tile, exact.d, np.zeros(COUNT), options))
+    with jax.enable_x64(False):
+        single = gathered(plan, shapes, names, tiles)
+        seconds = priced(single).seconds
+    want = priced(gathered(plan, shapes, names, tiles)).seconds
     holds(single, np.isclose(seconds, want, rtol=1e-4), seconds, want)

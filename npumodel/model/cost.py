@@ -130,7 +130,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         core=jnp.maximum(busiest.makespan, hbm_bytes * t.hbm) + joining,
         serial=busiest.serial + joining,
         busy=busy,
-        wait={name: per_core * jnp.maximum(wait, 0.0) for name, wait in head.total.wait.items()},
+        wait={name: per_core * wait for name, wait in head.total.wait.items()},
         bytes=moved,
         combine=combined,
         hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
@@ -178,15 +178,17 @@ def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, s
 
     def at(lookahead) -> _Head:
         k = knobs(table, tile.buffers, lookahead, sync)
-        steps = jnp.maximum(ceil_div(b.last_steps, b.parts, temperature), 1.0)
+        steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
 
-        def run(full, tail) -> TaskTimes:
+        def run(full, tail, steps) -> TaskTimes:
             return task(table, full, tail, steps, k, o.transient, o.waits)
 
         every = lengths(table, {n: x[0] for n, x in seconds.items()}, k, o.transient, o.waits)
-        both = jax.vmap(run)(*({n: x[i::2] for n, x in seconds.items()} for i in (0, 1)))
-        whole, last = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
-        return _tasks_of_a_head(b, left, every, whole, last, steps, tile.core_order)
+        full, tail = ({n: x[i::2] for n, x in seconds.items()} for i in (0, 1))
+        both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
+        whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
+        end = _plus(whole, at_steps(every, steps[0]), -1.0)
+        return _tasks_of_a_head(b, left, every, whole, end, ragged, steps[1], tile.core_order)
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:
@@ -197,10 +199,10 @@ def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, s
 
 
 def _tasks_of_a_head(
-    b: Blocks, left, every: TaskTimes, whole: TaskTimes, ragged: TaskTimes, steps, core_order: str
+    b: Blocks, left, every: TaskTimes, whole: TaskTimes, end: TaskTimes, ragged: TaskTimes, steps, core_order: str
 ) -> _Head:
-    """Add up the tasks of a head. every: tasks of 0, 1, .. full steps; whole, ragged: a task of `steps` steps that ends
-    with the ragged columns, for full and for ragged rows.
+    """Add up the tasks of a head. every: tasks of 0, 1, .. full steps; whole: a task of full rows that ends with the
+    ragged columns; end: what those change; ragged: the task of `steps` steps and ragged rows that ends with them.
 
     left: tasks of one more head that the busiest core does. "balanced": full ones, or, where tasks differ in length
     (causal), tasks of mean length, since long and short ones are dealt out in pairs; "contiguous": the last ones.
@@ -215,7 +217,6 @@ def _tasks_of_a_head(
         return _plus(some, empty, b.parts * jnp.maximum(jnp.minimum(last, b.empty) - first, 0.0))
 
     empty, sampled = jax.tree.map(itemgetter(0), every), jax.vmap(of)(b.sample_steps)
-    end = _plus(whole, at_steps(every, steps), -1.0)  # what the ragged columns change
     working = jnp.minimum(b.parts, b.last_steps)
     others = at_steps(every, (b.last_steps - steps) / jnp.maximum(working - 1, 1.0))  # parts without the ragged columns
     last = _plus(_plus(ragged, others, working - 1), empty, b.parts - working)

@@ -285,7 +285,8 @@ def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
 
 def partial_bytes(p: Problem, parts):
     """Bytes of one row of a partial output beyond those of the output: float32 instead of the dtype, and row max and
-    sum (a 32-byte block each). 0 where one task sees all keys of its rows."""
+    sum (a 32-byte block each, as the vendor's softmax_max and softmax_sum: CANN section 1.1). 0 where one task sees all
+    keys of its rows."""
     more = p.v_head_dim * (ACC_BYTES - p.element_bytes) + 2 * MIN_VECTOR_ROWS * ACC_BYTES
     return gate(parts - 1) * more
 

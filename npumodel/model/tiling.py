@@ -76,6 +76,7 @@ class Blocks(NamedTuple):
     steps           steps of all q blocks of a head
     last_steps      steps of the last q block
     most_steps      most steps of a q block before the last
+    end_steps       steps of the middle one of the q blocks before the last that reach the last kv block
     reach_end       q blocks that reach the last kv block
     started         q blocks with at least one step; `empty`: those before them
     sample_steps    [SAMPLES] steps of q blocks spread over the started ones before the last
@@ -91,6 +92,7 @@ class Blocks(NamedTuple):
     steps: Any
     last_steps: Any
     most_steps: Any
+    end_steps: Any
     reach_end: Any
     started: Any
     sample_steps: Any
@@ -135,6 +137,7 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         steps=ends - starts + last_steps,
         last_steps=last_steps,
         most_steps=jnp.maximum(there.max(0), steps_of(jnp.maximum(full - 1, 0.0))),
+        end_steps=jnp.maximum(steps_of(jax.lax.stop_gradient(jnp.floor((before_end + full - 1) / 2))), 1.0),
         reach_end=full - before_end + 1,
         started=q_blocks - empty,
         sample_steps=samples,
@@ -198,9 +201,9 @@ def share_of_chip(
 ) -> Traffic:
     """Spread the tasks over the cores, and split the traffic between HBM and L2.
 
-    L2 holds the blocks that the cores hand to each other, which are read back at once, then K and V of the heads in
-    flight (those that a window has left behind are not); what fits is read from HBM once, the rest every time. What
-    lies between two kernels finds room in what is left.
+    Assumed (no source says how the L2 replaces lines): it holds the blocks that the cores hand to each other, which are
+    read back at once, then K and V of the heads in flight (those that a window has left behind are not); what fits is
+    read from HBM once, the rest every time. What lies between two kernels finds room in what is left.
     """
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
