@@ -87,7 +87,7 @@ def _attend_fwd(plan: Plan, inputs: Any, context: Any) -> Any:
 def _attend_bwd(plan: Plan, kept: Any, cotangents: Any) -> Any:
     call, result, wanted = kept
     cotangents = Cotangents(*(_dense(d, x) for d, x in zip(cotangents, (result.out, result.peak), strict=True)))
-    own, gradients = _own(call, wanted.added, sinks=True), partial(backward, plan, wanted=wanted.added)
+    own, gradients = _own(call, wanted.added, summed=True), partial(backward, plan, wanted=wanted.added)
     return _once(lambda *arrays: _folded(gradients, *arrays, own=own), call, result, cotangents), None
 
 
@@ -153,9 +153,9 @@ def _joined(x: jax.Array, mapped: bool, size: int, batch: int, own: bool) -> jax
     return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
 
 
-def _own(call: Call, wanted: tuple[bool, ...] = (), sinks: bool = False) -> Call:
+def _own(call: Call, wanted: tuple[bool, ...] = (), summed: bool = False) -> Call:
     """Which arrays of a call each example needs for itself: q, k, v, and what it gets a gradient for."""
     own = jax.tree.map(lambda _: False, call)
     true: Any = True
-    inputs = own.inputs._replace(q=true, k=true, v=true, added=wanted or own.inputs.added)
-    return own._replace(inputs=inputs if inputs.sinks is None else inputs._replace(sinks=sinks))
+    inputs = own.inputs._replace(q=true, k=true, v=true, scale=summed, added=wanted or own.inputs.added)
+    return own._replace(inputs=inputs if inputs.sinks is None else inputs._replace(sinks=summed))

@@ -6,6 +6,8 @@ scores are large):
 
     dV += p^T g      dP = g v^T      dS = p (dP - delta)      dbias += dS      dQ += dS k      dK += dS^T q
 
+and at the end dscale = sum dQ q, and dQ and dK times the scale.
+
 A softcap multiplies dS by 1 - tanh^2 after dbias; dropout multiplies p in dV, and dP. Tiles are [b, h, k, g, q], keys
 first, and dQ is summed as [.., d, .., q]: so no product contracts the first axis of a large left side, which XLA does
 at half speed on CPU (float32, 8 x 4096 x 64, interleaved: queries first 1.3 times the time of keys first, and dQ as
@@ -26,7 +28,7 @@ from npumodel.attention.call import Call, Inputs
 from npumodel.attention.dropout import kept
 from npumodel.attention.forward import Result, rounded
 from npumodel.attention.masks import add_at
-from npumodel.attention.tiles import Grid, Plan, capped, grid, like, seen_product, visit
+from npumodel.attention.tiles import Grid, Plan, grid, like, scored, seen_product, visit
 
 
 class Cotangents(NamedTuple):
@@ -67,10 +69,12 @@ def backward(plan: Plan, call: Call, result: Result, cotangents: Cotangents, wan
     g = grid(call, plan)
     task = partial(_task, g, plan, result, cotangents.out, delta)
     d_q, sums = lax.fori_loop(0, g.tasks, task, (zeros[0], Sums(zeros[1], zeros[2], added)))
+    scale = inputs.scale.reshape(-1, 1, 1, 1)
     return Inputs(
-        d_q,
-        sums.k.astype(inputs.k.dtype),
+        scale[..., None] * d_q,
+        (scale * sums.k).astype(inputs.k.dtype),
         sums.v.astype(inputs.v.dtype),
+        _summed(jnp.where(d_q == 0, 0, d_q * inputs.q).sum((1, 2, 3, 4)), inputs.scale),
         tuple(None if d is None else d.astype(x.dtype) for d, x in zip(sums.added, inputs.added, strict=True)),
         None if inputs.sinks is None else _of_sinks(inputs.sinks, result, delta),
     )
@@ -88,7 +92,12 @@ def _of_sinks(sinks: jax.Array, result: Result, delta: jax.Array) -> jax.Array:
     logits = sinks[..., None]
     weight = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - jnp.where(result.total == 0, 0, result.peak)))
     each = -(weight * jnp.where(weight == 0, 0, delta)).sum(-1)
-    return each if sinks.shape[0] == each.shape[0] else each.sum(0, keepdims=True)
+    return _summed(each, sinks)
+
+
+def _summed(each: jax.Array, x: jax.Array) -> jax.Array:
+    """The gradient of x [1/B, ...] from that of every example."""
+    return each if x.shape[0] == each.shape[0] else each.sum(0, keepdims=True)
 
 
 def _task(g: Grid, plan: Plan, result: Result, d_out: jax.Array, delta: jax.Array, index: Any, carry: Any) -> Any:
@@ -113,8 +122,8 @@ def step(g: Grid, plan: Plan, start: Any, rows: Rows, masked: bool, j: Any, stat
     """One kv block: adds to the gradient of the task's queries, of the block's keys and values, of its biases."""
     d_query, sums = state
     key, value = g.keys(start, j)
-    scores = jnp.einsum("bhkd,bhgqd->bhkgq", key, rows.query, preferred_element_type=g.call.wide)
-    scores, slope = capped(g.call.context.softcap, start[0], g.b, scores)
+    products = jnp.einsum("bhkd,bhgqd->bhkgq", key, rows.query, preferred_element_type=g.call.wide)
+    scores, slope = scored(g.call, start[0], g.b, products)
     d_weights = jnp.einsum("bhke,bhgqe->bhkgq", value, rows.d_out, preferred_element_type=g.call.wide)
     allowed = None
     if masked:

@@ -15,8 +15,9 @@ from npumodel.attention.masks import Visibility, padding, visibility
 class Inputs(NamedTuple):
     """What has a gradient.
 
-    q      [B, H, G, Sq, D], scaled, in the dtype of the sums ("wide": float32, or float64)
+    q      [B, H, G, Sq, D], in the dtype of the sums ("wide": float32, or float64)
     k, v   [B, H, Skv, D] and [B, H, Skv, E], in their own dtype
+    scale  [1/B], in the wide dtype
     added  biases, [1/B, 1/H, 1/G, 1/Sq, 1/Skv] each
     sinks  None, or [1/B, H, G] in the wide dtype
     """
@@ -24,6 +25,7 @@ class Inputs(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
+    scale: jax.Array
     added: tuple[Any, ...]
     sinks: jax.Array | None
 
@@ -66,14 +68,14 @@ def prepared(a: Arguments, size: Sizes) -> Call:
         for x, heads in ((a.q, size.q_heads), (a.k, size.kv_heads), (a.v, size.kv_heads))
     )
     wide = _wide(q.dtype)
-    scale = jnp.asarray(size.dim**-0.5 if a.scale is None else a.scale, wide)
+    scale = jnp.asarray(size.dim**-0.5 if a.scale is None else a.scale, wide).reshape(1)
     group = size.q_heads // size.kv_heads
-    q = (q.astype(wide) * scale).reshape(size.batch, size.kv_heads, group, size.q_len, size.dim)
+    q = q.astype(wide).reshape(size.batch, size.kv_heads, group, size.q_len, size.dim)
     sinks = None if a.sinks is None else jnp.asarray(a.sinks, wide).reshape(1, size.kv_heads, group)
     sees = visibility(a, size)
     softcap = None if a.softcap is None else jnp.asarray(a.softcap, wide).reshape(1)
     context = Context(sees._replace(added=()), softcap, _dropout(a, size, wide) if a.drops else None)
-    return _on_all_shards(Call(Inputs(q, k, v, sees.added, sinks), context))
+    return _on_all_shards(Call(Inputs(q, k, v, scale, sees.added, sinks), context))
 
 
 def finished(out: jax.Array, lse: jax.Array, a: Arguments, size: Sizes) -> Any:

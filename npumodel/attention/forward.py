@@ -22,7 +22,7 @@ from jax import lax
 from npumodel.attention.call import Call
 from npumodel.attention.dropout import kept
 from npumodel.attention.masks import cut, put
-from npumodel.attention.tiles import Grid, Plan, capped, grid, like, seen_product, visit
+from npumodel.attention.tiles import Grid, Plan, grid, like, scored, seen_product, visit
 
 
 class State(NamedTuple):
@@ -82,8 +82,8 @@ def _first(g: Grid, start: Any, query: jax.Array) -> State:
 def step(g: Grid, plan: Plan, start: Any, query: jax.Array, masked: bool, j: Any, state: State) -> State:
     """One kv block: scores, online softmax, weighted values. Without `masked`, every query sees every key of it."""
     key, value = g.keys(start, j)
-    scores = jnp.einsum("bhgqd,bhkd->bhgqk", query, key, preferred_element_type=g.call.wide)
-    scores, _ = capped(g.call.context.softcap, start[0], g.b, scores)
+    products = jnp.einsum("bhgqd,bhkd->bhgqk", query, key, preferred_element_type=g.call.wide)
+    scores, _ = scored(g.call, start[0], g.b, products)
     allowed = None
     if masked:
         tile = g.masks(start, j)

@@ -11,7 +11,7 @@ from jax import lax
 from npumodel.attention.arguments import Arguments
 from npumodel.attention.call import Call, empty, finished, prepared
 from npumodel.attention.dropout import kept
-from npumodel.attention.tiles import capped, with_odd
+from npumodel.attention.tiles import scored, with_odd
 
 
 def reference_attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options) -> Any:
@@ -30,11 +30,10 @@ def reference_attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options
 
 def _attend(call: Call) -> tuple[jax.Array, jax.Array]:
     """The output [B, H, G, Sq, E] and the LSE [B, H, G, Sq], both in the wide dtype."""
-    (q, k, v, _, sinks), context, wide = call.inputs, call.context, call.wide
+    (q, k, v, _, _, sinks), context, wide = call.inputs, call.context, call.wide
     origin, full = (0,) * 5, (*q.shape[:4], k.shape[2])
     tile = call.sees.tile(origin, full, 0)
-    scores = _scores(q, k.astype(wide))
-    scores, _ = capped(context.softcap, 0, full[0], scores)
+    scores, _ = scored(call, 0, full[0], _products(q, k.astype(wide)))
     allowed = jnp.broadcast_to(tile.allowed, full)
     scores = tile.apply(scores)
     if sinks is not None:
@@ -58,7 +57,7 @@ def _finite(x: jax.Array) -> jax.Array:
 _finite.defjvp(lambda primals, tangents: (_finite(*primals), *tangents))
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+def _products(q: jax.Array, k: jax.Array) -> jax.Array:
     """q k^T, in whose gradients a NaN or Inf of q or k reaches only what it takes part in."""
 
     def product(q, k):

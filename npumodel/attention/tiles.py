@@ -114,11 +114,19 @@ def _loop(first: Any, last: Any, body: Any, state: Any) -> Any:
     return lax.fori_loop(first, last, body, state)
 
 
-def capped(softcap: jax.Array | None, at: Any, b: int, scores: jax.Array) -> tuple[jax.Array, Any]:
-    """cap * tanh(scores / cap), and the derivative by the scores (1 without a cap). at, b: which examples."""
+def scored(call: Call, at: Any, b: int, products: jax.Array) -> tuple[jax.Array, Any]:
+    """The scores of the products q k^T, before biases and masks: scaled, and capped as cap * tanh(scores / cap); and
+    the derivative of the second step (1 without a cap). at, b: which examples. Scaling here and not in q costs a score
+    one more rounding, not one for each of its D products.
+    """
+
+    def of_examples(x):
+        return cut(x, (at,), (b,)).reshape(-1, 1, 1, 1, 1)
+
+    scores, softcap = of_examples(call.inputs.scale) * products, call.context.softcap
     if softcap is None:
         return scores, 1
-    cap = cut(softcap, (at,), (b,)).reshape(-1, 1, 1, 1, 1)
+    cap = of_examples(softcap)
     bent = jnp.tanh(scores / cap)
     return cap * bent, 1 - bent * bent
 
