@@ -30,6 +30,9 @@ class TileConfig:
     heads_packed  query heads of one kv head whose rows share a block (GQA): K and V are read once for all of them; a
                divisor of q_heads / kv_heads
     split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
+    kv_pieces  pieces in which K and V of a step come into L1 and through the matrix unit, 1 = whole: a piece is
+               block_kv_compute = block_kv / kv_pieces keys, and `buffers` counts pieces (the vendor's nRatio: 8 pieces
+               of 128 keys a step)
     core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row
 
     `flash_attention` executes block_q and block_kv; the rest changes the price, not the result.
@@ -47,6 +50,7 @@ class TileConfig:
     heads_packed: Any = 1
     split_kv: Any = 1
     core_order: str = dataclasses.field(default="balanced", metadata={"static": True})
+    kv_pieces: Any = 1
 
     def __post_init__(self):
         for name, low, high in (
@@ -56,6 +60,7 @@ class TileConfig:
             ("lookahead", 0, MAX_LOOKAHEAD),
             ("heads_packed", 1, None),
             ("split_kv", 1, None),
+            ("kv_pieces", 1, None),
         ):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
@@ -79,7 +84,8 @@ class TileConfig:
         """ "128x512", with the knobs that are not at their default."""
         text = f"{self.block_q}x{self.block_kv}" + f" buffers={self.buffers}" * (self.buffers != 2)
         text += f" lookahead={self.lookahead}" * (self.lookahead != 1)
-        text += "".join(f" {n}={getattr(self, n)}" for n in ("heads_packed", "split_kv") if getattr(self, n) != 1)
+        ones = ("heads_packed", "split_kv", "kv_pieces")
+        text += "".join(f" {name}={getattr(self, name)}" for name in ones if getattr(self, name) != 1)
         return (
             text
             + f" {self.fusion}" * (self.fusion != "fused")

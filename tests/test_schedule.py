@@ -13,7 +13,7 @@ from npumodel.model.cost import Options, parts
 from npumodel.model.durations import time_constants
 from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
-from npumodel.model.pipeline import TRANSIENT, knobs, lengths, task, trajectory
+from npumodel.model.pipeline import TRANSIENT, Step, knobs, lengths, task, trajectory
 from npumodel.model.stages import stage_table
 from npumodel.tile import FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
@@ -48,7 +48,7 @@ def draw(rng, table):
 
 def real(durations):
     """Seconds by stage name, as the schedule takes them."""
-    return {name: jnp.asarray(seconds, float) for name, seconds in durations.items()}
+    return Step({name: jnp.asarray(seconds, float) for name, seconds in durations.items()})
 
 
 def simulate(table, full, tail, steps, buffers, lookahead, sync):
@@ -74,7 +74,7 @@ def reading(table, transient, waits=True):
         return task(table, full, tail, steps, k, transient, waits), lengths(table, full, k, transient, waits)
 
     def call(full, tail, steps, *rest):
-        return run(*jax.tree.map(jnp.asarray, (full, tail, float(steps), *rest)))
+        return run(*jax.tree.map(jnp.asarray, (Step(full), Step(tail), float(steps), *rest)))
 
     return call
 
@@ -197,7 +197,7 @@ def test_transient_has_settled_on_many_random_pipelines(arch):
     def at(transient):
         def one(full, tail, buffers, lookahead, sync, n):
             k = knobs(table, buffers, lookahead, sync)
-            return task(table, full, tail, n, k, transient, False).makespan
+            return task(table, Step(full), Step(tail), n, k, transient, False).makespan
 
         return np.asarray(jax.jit(jax.vmap(one))(*(stack([d[i] for d in draws]) for i in range(5)), steps))
 

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, gate
 from ..tile import TileConfig
+from ..workload import AttentionShape
 from . import tiling
 from .durations import TimeConstants, Work, combine, measure, miss_share, work
 from .graph import Kernel, compile_graph
-from .pipeline import TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
+from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import Blocks, Problem, Traffic
 
@@ -32,13 +34,20 @@ GRADIENT_OPTIONS = {"xla_disable_hlo_passes": "fusion"}
 
 class Options(NamedTuple):
     """What is fixed at compile time. overlap False: nothing runs beside anything else; waits False: the waits are not
-    computed (zeros); transient: see `pipeline.fast`."""
+    computed (zeros); transient: see `pipeline.task`; in_pieces: whether K and V come in pieces (some tile.kv_pieces is
+    not 1)."""
 
     dtype: str
     masked: bool
     overlap: bool = True
     waits: bool = True
     transient: int = TRANSIENT
+    in_pieces: bool = False
+
+    @classmethod
+    def of(cls, shape: AttentionShape, tile: TileConfig, **more) -> Options:
+        """The options for one call and its tile (plain, or many as arrays)."""
+        return cls(shape.dtype, shape.mask is not None, in_pieces=bool(np.any(np.asarray(tile.kv_pieces) != 1)), **more)
 
 
 class KernelPrice(NamedTuple):
@@ -81,13 +90,22 @@ def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options
 
 class Parts(NamedTuple):
     """One kernel, cut and timed: everything that the schedule starts from. corners [4]: one step's work for full rows
-    and full columns, full and ragged, ragged and full, ragged and ragged; feet: bytes needed per buffer."""
+    and full columns, full and ragged, ragged and full, ragged and ragged; pieces [4]: see `pipeline.Step`; feet: bytes
+    needed per buffer."""
 
     table: StageTable
     blocks: Blocks
     traffic: Traffic
     corners: Work
+    pieces: Any
     feet: dict
+
+    def step(self, which) -> Step:
+        """The times of one of the corners, or of several."""
+        return jax.tree.map(lambda x: x[which], Step(self.corners.seconds, self.pieces))
+
+    def knobs(self, tile: TileConfig, lookahead, sync) -> Knobs:
+        return knobs(self.table, tile.buffers, lookahead, sync, self.step(0).pieces)
 
 
 def parts(
@@ -100,21 +118,26 @@ def parts(
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
     x = tiling.share_of_chip(p, tile, d, b, feet["L1"], kernel.kinds, temperature)
 
-    def corner(rows, cols) -> Work:
+    def corner(rows, cols):
         fused = len(kernel.ops) > 1
-        return work(table, t, p, d, x, measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature))
+        block = measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature)
+        if not o.in_pieces:
+            return work(table, t, p, d, x, block), None
+        pieces = ceil_div(cols, b.piece_cols, temperature)
+        return work(table, t, p, d, x, block._replace(pieces=pieces)), pieces
 
     rows, tail_rows, cols, tail_cols = jnp.broadcast_arrays(b.rows, b.tail_rows, b.cols, b.tail_cols)
-    corners = jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
-    return Parts(table, b, x, corners, feet)
+    corners, pieces = jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
+    return Parts(table, b, x, corners, pieces, feet)
 
 
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
-    table, b, x, corners, feet = parts(kernel, t, p, tile, d, o, temperature)
+    cut = parts(kernel, t, p, tile, d, o, temperature)
+    table, b, x, corners, _, feet = cut
     per_head = b.q_blocks * b.parts
     heads = floor_div(x.waves, per_head, temperature)  # that the busiest core works through
     left = jnp.maximum(x.waves - heads * per_head, 0.0)
-    head = _head_times(table, corners.seconds, b, left, tile, t.sync, o, temperature)
+    head = _head_times(cut, left, tile, t.sync, o, temperature)
     combined = combine(t, p, d, x, b.parts, temperature)
     per_core = x.waves / per_head
     runs = _runs(table, b)
@@ -173,18 +196,19 @@ class _Head(NamedTuple):
     heaviest: TaskTimes
 
 
-def _head_times(table: StageTable, seconds, b: Blocks, left, tile: TileConfig, sync, o: Options, temperature) -> _Head:
+def _head_times(cut: Parts, left, tile: TileConfig, sync, o: Options, temperature) -> _Head:
     """Schedule the tasks of a head, and `left` of them. Between whole lookaheads: the mean of the neighbours."""
+    table, b = cut.table, cut.blocks
 
     def at(lookahead) -> _Head:
-        k = knobs(table, tile.buffers, lookahead, sync)
+        k = cut.knobs(tile, lookahead, sync)
         steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
 
         def run(full, tail, steps) -> TaskTimes:
             return task(table, full, tail, steps, k, o.transient, o.waits)
 
-        every = lengths(table, {n: x[0] for n, x in seconds.items()}, k, o.transient, o.waits)
-        full, tail = ({n: x[i::2] for n, x in seconds.items()} for i in (0, 1))
+        every = lengths(table, cut.step(0), k, o.transient, o.waits)
+        full, tail = (cut.step(slice(i, None, 2)) for i in (0, 1))
         both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
         whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
         end = _plus(whole, at_steps(every, steps[0]), -1.0)

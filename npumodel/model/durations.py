@@ -148,7 +148,7 @@ class Block(NamedTuple):
     """One step's work: `rows` query rows (of all packed heads) by `cols` keys, cut into pieces.
 
     unit_rows: rows of one of the `units` vector units; score_tiles, out_tiles: vector tiles of a unit's share; parts:
-    tasks that share one q block; fused: whether other ops share the kernel.
+    tasks that share one q block; fused: whether other ops share the kernel; pieces: in which K, V and P come into L1.
     """
 
     rows: Size
@@ -161,6 +161,7 @@ class Block(NamedTuple):
     out_tiles: Any
     parts: Any
     fused: bool
+    pieces: Any = 1.0
 
     @property
     def scores(self):
@@ -294,13 +295,14 @@ def partial_bytes(p: Problem, parts):
 def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
     """A transfer: bytes times seconds a byte of its path. Across global memory, a byte from HBM costs the slower of the
     path and this core's share of the HBM bandwidth, and every burst costs `burst_half_bytes` more:
-    bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4). One burst a step, but scores
-    enter UB one vector tile at a time. Vector units that have no row to work on move nothing."""
+    bw(bytes) = peak * bytes / (bytes + half) (vendor measurements, HARDWARE section 4). One burst a step or piece, but
+    scores enter UB one vector tile at a time. Vector units that have no row to work on move nothing."""
     units = b.rows.length / b.unit_rows if stage.action in VECTOR_PATHS else 1.0
     moved = _bytes(stage, p, x, b) / units
     if stage.action not in GM_PATHS:
         return moved * getattr(t, stage.action)
     bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "mask") else 1.0
+    bursts = b.pieces if stage.action == "gm_l1" and stage.tensor in ("k", "v", "p") else bursts
     bursts = bursts * p.v_loads if stage.tensor == "v" else bursts
     return _gm_seconds(stage.action, moved, bursts, miss_share(stage, x), units, t, d, x)
 

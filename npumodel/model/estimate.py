@@ -115,7 +115,7 @@ class Cost:
     def breakdown(self) -> dict[str, float]:
         """Seconds by time constant: constant * d seconds / d constant. They add up to `seconds`, since the time is
         homogeneous of degree 1 in the constants (Euler). Compiles the gradient at the first use."""
-        options = Options(self.shape.dtype, self.shape.mask is not None, self.overlap, waits=False)
+        options = Options.of(self.shape, self.tile, overlap=self.overlap, waits=False)
         found = jax.device_get(_broken_down(*arguments(self.shape, self.tile, self.chip), options))
         return {name: float(v) for name, v in found._asdict().items() if v}
 
@@ -164,7 +164,7 @@ def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, ove
     problems = illegal(shape, device, tile)
     if problems:
         raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))
-    options = Options(shape.dtype, shape.mask is not None, overlap)
+    options = Options.of(shape, tile, overlap=overlap)
     return _cost(shape, device, tile, options, jax.device_get(_priced(*arguments(shape, tile, device), options)))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..relax import tent
+from ..relax import gate, tent
 from ..tile import MAX_BUFFERS, MAX_LOOKAHEAD
 from .stages import Stage, StageTable
 
@@ -34,15 +34,29 @@ PERIOD = 12
 TRANSIENT = 24 + PERIOD
 
 
+class Step(NamedTuple):
+    """What one step takes: seconds of every stage by name (of those that run once a task too), and the pieces in which
+    K and V come (None: whole)."""
+
+    seconds: dict
+    pieces: Any = None
+
+
 class Knobs(NamedTuple):
     """What the schedule takes from the tile and the device: lookahead steps (a whole number, traced or not), which past
     step frees the slot of each buffer, and which one lagging stages look at (a plain number, or a weight for each: 1
-    for one of them, and between whole numbers of slots two of them share it), hand-over latency (s)."""
+    for one of them, and between whole numbers of slots two of them share it), hand-over latency (s).
+
+    slots: of buffers whose slots hold pieces, how many there are; ahead: how many pieces before the end of the step
+    named by `depths` the slot is free.
+    """
 
     lookahead: Any
     depths: dict
     lag: tuple
     sync: Any
+    slots: dict
+    ahead: dict
 
 
 class TaskTimes(NamedTuple):
@@ -54,12 +68,25 @@ class TaskTimes(NamedTuple):
     wait: dict
 
 
-def knobs(table: StageTable, buffers, lookahead, sync) -> Knobs:
-    """Resolve the depth rules of `table` for one tile."""
-    slots = tuple(tent(jnp.clip(buffers, 1, MAX_BUFFERS) - ago) for ago in range(1, MAX_BUFFERS + 1))
-    rule: dict[str | int, Any] = {"buffers": slots, "lookahead": 1}  # lookahead + 1 slots, freed by a stage that lags
+def knobs(table: StageTable, buffers, lookahead, sync, pieces=None) -> Knobs:
+    """Resolve the depth rules of `table` for one tile. pieces: of K and V in a full step (None: they come whole)."""
+    buffers = jnp.clip(buffers, 1, MAX_BUFFERS)
+    rule: dict[str | int, Any] = {"buffers": _weights(buffers, MAX_BUFFERS), "lookahead": 1}  # a lagging stage frees it
     lag = tuple(tent(lookahead - ago) for ago in range(MAX_LOOKAHEAD + 1))
-    return Knobs(lookahead, {name: rule.get(depth, depth) for name, depth in table.depths}, lag, sync)
+    depths, slots, ahead = {name: rule.get(depth, depth) for name, depth in table.depths}, {}, {}
+    split = {s.buffer for s in table.stages if table.in_pieces(s)}
+    for name, depth in table.depths:
+        if pieces is not None and name in split:
+            slots[name], most = (buffers, MAX_BUFFERS) if depth == "buffers" else (depth, depth)
+            steps = jnp.ceil(jax.lax.stop_gradient(slots[name] / pieces))
+            depths[name] = _weights(steps, int(most))
+            ahead[name] = jnp.maximum(pieces - 1 - (pieces * steps - slots[name]), 0.0)
+    return Knobs(lookahead, depths, lag, sync, slots, ahead)
+
+
+def _weights(depth, most: int) -> tuple:
+    """The weight of each of the last `most` slots, for the one `depth` slots ago."""
+    return tuple(tent(depth - ago) for ago in range(1, most + 1))
 
 
 class State(NamedTuple):
@@ -119,13 +146,13 @@ class Wiring:
         if ahead != (rule == "lookahead"):
             raise ValueError(f"{stage.name}: expected lookahead + 1 slots where a back stage frees it, got {rule}")
 
-    def begin(self, seconds, loads: Any = 1.0) -> State:
+    def begin(self, full: Step, loads: Any = 1.0) -> State:
         """The state before the first slot: buffers are free, the pipes that load first are busy until they have.
         loads 0: a task without any step, which loads nothing."""
-        zero = sum(jnp.zeros_like(x) for x in seconds.values())
+        zero = sum(jnp.zeros_like(x) for x in full.seconds.values())
         pipes = dict.fromkeys(self.table.pipes, zero)
         for stage in self.table.when("task_start"):
-            pipes[stage.pipe] = pipes[stage.pipe] + seconds[stage.name] * loads
+            pipes[stage.pipe] = pipes[stage.pipe] + full.seconds[stage.name] * loads
         past = {name: (zero,) * most for name, most in self.history.items()}
         return State(pipes, dict.fromkeys(self.kept, zero), past)
 
@@ -134,81 +161,131 @@ class Wiring:
         past = {name: (state.ends[name], *ends[:-1]) for name, ends in state.past.items()}
         return state._replace(past=past)
 
-    def run(self, stages: Iterable[Stage], state: State, seconds: dict, k: Knobs, on: Any = True):
+    def run(self, stages: Iterable[Stage], state: State, step: Step, k: Knobs, on: Any = True):
         """Run stages one after the other. on False: they leave the state as it is.
 
         Returns (state, seconds that each compute stage waited for transfers, end of each stage).
         """
-        pipes, ends, waited, ended = dict(state.pipes), dict(state.ends), {}, {}
+        pipes, ends, waited, ended, firsts = dict(state.pipes), dict(state.ends), {}, {}, {}
         for stage in stages:
             now = state._replace(pipes=pipes, ends=ends)
-            start = self._start(stage, now, k)
-            end = start + seconds[stage.name]
+            start = self._start(stage, now, k, step)
+            if step.pieces is not None and stage.streams:
+                start, firsts[stage.name] = self._streamed(stage, start, firsts, now, step, k)
+            end = start + step.seconds[stage.name]
             if self.waits and stage.compute:
-                waited[stage.name] = _if(on, jnp.maximum(start - self._unhindered(stage, now, k), 0.0), 0.0 * start)
+                wait = jnp.maximum(start - self._unhindered(stage, now, step, k), 0.0)
+                waited[stage.name] = _if(on, wait, 0.0 * start)
             pipes[stage.pipe] = _if(on, end, pipes[stage.pipe])
+            for pipe, until in self._held(stage, end, step, k):
+                pipes[pipe] = _if(on, _later(pipes[pipe], until), pipes[pipe])
             ends[stage.name] = _if(on, end, ends[stage.name]) if stage.name in ends else end
             ended[stage.name] = end
         return State(pipes, {name: ends[name] for name in self.kept}, state.past), waited, ended
 
-    def _start(self, stage: Stage, now: State, k: Knobs):
-        times = [now.pipes[stage.pipe]]
-        for name in stage.waits:
-            if stage.when == "task_end" or self.table.stage(name).when == "step":
-                end = self._end(stage, name, now, k)
-                times.append(end + k.sync if stage.sync else end)
-        return reduce(_later, times + self._freed(stage, now, k))
+    def _start(self, stage: Stage, now: State, k: Knobs, step: Step):
+        """When a stage starts, as far as those are concerned that it does not work beside, piece by piece."""
+        streams = stage.streams if step.pieces is not None else ()
+        times = [now.pipes[stage.pipe]] + [end for name, end in self._fed(stage, now, k) if name not in streams]
+        return reduce(_later, times + self._freed(stage, now, step, k))
 
-    def _unhindered(self, stage: Stage, now: State, k: Knobs):
+    def _fed(self, stage: Stage, now: State, k: Knobs) -> list:
+        """(name, end) of the stages that a stage waits for, hand-over included. Those of the start of a task only keep
+        their pipe."""
+        names = [n for n in stage.waits if stage.when == "task_end" or self.table.stage(n).when == "step"]
+        return [(n, self._end(stage, n, now, k) + (k.sync if stage.sync else 0.0)) for n in names]
+
+    def _streamed(self, stage: Stage, start, firsts: dict, now: State, step: Step, k: Knobs):
+        """When a stage starts that works on pieces as they come, if all but the sources of them allows `start`: so late
+        that it never stops before its last piece; and when it has done its first one. firsts: when stages that stream
+        themselves have.
+
+        Its first piece comes after that of every source; sources that share a pipe take turns, piece by piece. Its last
+        piece comes after their last one; with one slot both wait for each other all the time, so all of it does. And of
+        P pieces P - slots find no slot before this stage has started: they come beside all of its own pieces but two
+        (with one slot: beside none).
+        """
+        own, refill, beside, lasts, turns = step.seconds[stage.name], 0.0, 1.0, [], {}
+        rest = 1 - 1 / step.pieces
+        for source in (s for s in self.table.stages if s.name in stage.streams):
+            other, slots = step.seconds[source.name], k.slots[source.buffer or ""]
+            end = self._end(stage, source.name, now, k) + (k.sync if stage.sync else 0.0)
+            turns[source.pipe] = turns.get(source.pipe, 0.0) + other
+            first = firsts.get(source.name, end - rest * turns[source.pipe])
+            ready = [x + other / step.pieces for name, x in self._fed(source, now, k) if name not in source.streams]
+            start = reduce(_later, ready, _later(start, first))
+            lasts.append(end - gate(slots - 1) * rest * own)
+            refill = refill + jnp.maximum(1 - slots / step.pieces, 0.0) * other
+            beside = beside * gate(slots - 1)
+        first = start + own / step.pieces
+        start = start + jnp.maximum(refill - beside * jnp.maximum(1 - 2 / step.pieces, 0.0) * own, 0.0)
+        return reduce(_later, lasts, start), first
+
+    def _held(self, stage: Stage, end, step: Step, k: Knobs) -> list:
+        """(pipe, until when) for pipes whose last pieces had to wait until this stage had freed slots."""
+        if step.pieces is None:
+            return []
+        found = []
+        for source in map(self.table.stage, stage.streams):
+            one, other, slots = step.seconds[source.name], step.seconds[stage.name], k.slots[source.buffer or ""]
+            until = end + (one - slots * _later(one, other)) / step.pieces
+            found.append((source.pipe, jnp.where(slots < step.pieces, until, 0.0 * until)))
+        return found
+
+    def _unhindered(self, stage: Stage, now: State, step: Step, k: Knobs):
         """The start if transfers took no time: the pipe, the computations that feed the stage, and those that free its
         buffer."""
         times = [now.pipes[stage.pipe]] + [self._end(stage, name, now, k) for name in self.table.upstream(stage)]
         freed_by = stage.buffer and self.table.stage(stage.freed_by or "")
-        return reduce(_later, times + (self._freed(stage, now, k) if freed_by and freed_by.compute else []))
+        return reduce(_later, times + (self._freed(stage, now, step, k) if freed_by and freed_by.compute else []))
 
     def _end(self, stage: Stage, name: str, now: State, k: Knobs):
         if name not in self._lagging(stage):
             return now.ends[name]
         return _ago(k.lag, (now.ends[name], *now.past[name][:MAX_LOOKAHEAD]))
 
-    def _freed(self, stage: Stage, now: State, k: Knobs) -> list:
+    def _freed(self, stage: Stage, now: State, step: Step, k: Knobs) -> list:
         """When the slot taken `depth` steps ago was freed: a back stage frees it `lookahead` program slots later."""
         if not stage.buffer:
             return []
-        return [_ago(k.depths[stage.buffer], now.past[stage.freed_by or ""])]
+        name, freed_by = stage.buffer, stage.freed_by or ""
+        freed = _ago(k.depths[name], now.past[freed_by])
+        if step.pieces is not None and name in k.ahead:
+            freed = freed - k.ahead[name] / step.pieces * _earlier(step.seconds[stage.name], step.seconds[freed_by])
+        return [freed]
 
-    def slot(self, state: State, step, full: dict, k: Knobs, last: dict | None = None):
-        """The slot whose front stages work on step number `step`. last: seconds of that step, if it is the last one.
+    def slot(self, state: State, step, full: Step, k: Knobs, last: Step | None = None):
+        """The slot whose front stages work on step number `step`. last: times of that step, if it is the last one.
 
         Returns (state, seconds waited by stage).
         """
         state, waited, _ = self.run(self.front, self.turn(state), last or full, k)
-        seconds = _either(k.lookahead == 0, last, full, self.back) if last else full
-        state, more, _ = self.run(self.back, state, seconds, k, step >= k.lookahead)
+        times = _either(k.lookahead == 0, last, full, self.back) if last else full
+        state, more, _ = self.run(self.back, state, times, k, step >= k.lookahead)
         return state, _added(waited, more)
 
-    def drain(self, state: State, step, full: dict, last: dict | None, k: Knobs) -> TaskTimes:
+    def drain(self, state: State, step, full: Step, last: Step | None, k: Knobs) -> TaskTimes:
         """From the end of the slot of the last step (number `step`; -1: there is none) to the end of the task: the back
-        stages that still lag, then what comes once. last: seconds of that step, if not `full`."""
+        stages that still lag, then what comes once. last: times of that step, if not `full`."""
         total: dict = {}
         for ahead in range(1, MAX_LOOKAHEAD + 1):
             on = (ahead <= k.lookahead) & (step + ahead >= k.lookahead)
-            seconds = _either(k.lookahead == ahead, last, full, self.back) if last else full
-            state, waited, _ = self.run(self.back, self.turn(state), seconds, k, on)
+            times = _either(k.lookahead == ahead, last, full, self.back) if last else full
+            state, waited, _ = self.run(self.back, self.turn(state), times, k, on)
             total = _added(total, waited)
         return self.finish(state, full, k, total)
 
-    def finish(self, state: State, full: dict, k: Knobs, waited: dict) -> TaskTimes:
+    def finish(self, state: State, full: Step, k: Knobs, waited: dict) -> TaskTimes:
         """Run what comes once at the end of a task. waited: seconds by stage before."""
         state, more, _ = self.run(self.table.when("task_end"), state, full, k)
         return TaskTimes(self.makespan(state), None, _added(waited, more))
 
-    def in_a_row(self, seconds: dict, k: Knobs, when: str):
+    def in_a_row(self, step: Step, k: Knobs, when: str):
         """Seconds of all stages of one kind, one after the other, hand-overs included."""
-        zero = 0.0 * sum(seconds.values())
-        return sum((seconds[s.name] + k.sync * s.sync for s in self.table.when(when)), zero)
+        zero = 0.0 * sum(step.seconds.values())
+        return sum((step.seconds[s.name] + k.sync * s.sync for s in self.table.when(when)), zero)
 
-    def serial(self, steps, full: dict, last: dict, k: Knobs):
+    def serial(self, steps, full: Step, last: Step, k: Knobs):
         """Seconds of a task with nothing overlapped; 0 steps: without its loads."""
         some = jnp.minimum(steps, 1.0)
         step, end = self.in_a_row(full, k, "step"), self.in_a_row(last, k, "step")
@@ -224,6 +301,11 @@ def _later(one, other):
     return jnp.where(one >= other, one, other)
 
 
+def _earlier(one, other):
+    """The minimum, in the same way."""
+    return jnp.where(one <= other, one, other)
+
+
 def _if(on, new, old):
     return new if on is True else jnp.where(on, new, old)
 
@@ -232,22 +314,21 @@ def _ago(which, ends: tuple):
     """One of the past ends: number `which` (1 = the last), or their mean by weights."""
     if isinstance(which, int):
         return ends[which - 1]
-    return sum(weight * end for weight, end in zip(which, ends, strict=True))
+    return sum(weight * end for weight, end in zip(which, ends, strict=False))
 
 
-def _either(condition, one: dict, other: dict, stages: Iterable[Stage]) -> dict:
-    return {s.name: jnp.where(condition, one[s.name], other[s.name]) for s in stages}
+def _either(condition, one: Step, other: Step, stages: Iterable[Stage]) -> Step:
+    names = [s.name for s in stages]
+    both = [Step({n: x.seconds[n] for n in names}, x.pieces) for x in (one, other)]
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), *both)
 
 
 def _added(one: dict, other: dict) -> dict:
     return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
 
-def lengths(table: StageTable, full: dict, k: Knobs, transient: int, waits: bool) -> TaskTimes:
-    """Times of tasks of 0, 1, .. `transient` full steps: [transient + 1, ...].
-
-    full: seconds of every stage by name. Without `waits` the waits are left out.
-    """
+def lengths(table: StageTable, full: Step, k: Knobs, transient: int, waits: bool) -> TaskTimes:
+    """Times of tasks of 0, 1, .. `transient` full steps: [transient + 1, ...]. Without `waits` there are none."""
     wiring = Wiring(table, waits)
 
     def body(state, step):
@@ -265,7 +346,7 @@ def lengths(table: StageTable, full: dict, k: Knobs, transient: int, waits: bool
     return every._replace(serial=serial)
 
 
-def task(table: StageTable, full: dict, tail: dict, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
+def task(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
     """Times of a task of `steps` steps (a real, >= 1) whose last step takes `tail`, in O(transient).
 
     transient: a multiple of PERIOD. Exact for whole steps up to `transient`; beyond, the state of the same phase, each
@@ -318,7 +399,7 @@ def at_steps(every: TaskTimes, steps) -> TaskTimes:
     return jax.tree.map(entry, every)
 
 
-def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots: int):
+def trajectory(table: StageTable, full: Step, tail: Step, steps, k: Knobs, slots: int):
     """Every slot of a task of `steps` steps (a whole number, traced or not), one by one.
 
     slots: plain integer >= steps + MAX_LOOKAHEAD. Returns (TaskTimes, ends, waits): per stage of the table, what it did
@@ -330,8 +411,8 @@ def trajectory(table: StageTable, full: dict, tail: dict, steps, k: Knobs, slots
     def body(state, slot):
         state, results = wiring.turn(state), []
         for stages, step in ((wiring.front, slot), (wiring.back, slot - k.lookahead)):
-            seconds = _either(step == steps - 1, tail, full, stages)
-            state, *result = wiring.run(stages, state, seconds, k, (step >= 0) & (step < steps))
+            times = _either(step == steps - 1, tail, full, stages)
+            state, *result = wiring.run(stages, state, times, k, (step >= 0) & (step < steps))
             results.append(result)
         (waited, ended), (more, later) = results
         return state, (waited | more, ended | later)

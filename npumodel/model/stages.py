@@ -32,7 +32,10 @@ class Stage:
     tensor   the tensor moved or made
     waits    stages of the same iteration that end before it starts
     sync     True: it crosses between cube and vector unit, and its waits cost one hand-over latency
-    buffer   the buffer that it fills; one of its slots is taken until `freed_by` of the same iteration ends
+    streams  those of `waits` that come in pieces where K and V do (the tile's kv_pieces): it works on each piece as it
+             comes
+    buffer   the buffer that it fills; one of its slots is taken until `freed_by` of the same iteration ends. Where
+             `freed_by` streams from this stage, a slot holds a piece
     group    "front" (up to the softmax) or "back": back stages lag by the tile's lookahead
     when     "task_start" | "step" | "task_end"
     """
@@ -48,6 +51,7 @@ class Stage:
     freed_by: str | None = None
     group: str = "front"
     when: str = "step"
+    streams: tuple[str, ...] = ()
 
     @property
     def compute(self) -> bool:
@@ -75,6 +79,10 @@ class StageTable:
     def pipes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(s.pipe for s in self.stages))
 
+    def in_pieces(self, stage: Stage) -> bool:
+        """Whether the buffer that a stage fills has slots for pieces rather than for whole blocks."""
+        return bool(stage.freed_by) and stage.name in self.stage(stage.freed_by or "").streams
+
     def upstream(self, stage: Stage) -> tuple[str, ...]:
         """Compute stages that feed `stage`, straight or through transfers."""
         found = []
@@ -84,7 +92,8 @@ class StageTable:
 
     def serial(self) -> StageTable:
         """The same work with nothing overlapped: one pipe does everything, in order."""
-        one = tuple(dataclasses.replace(s, pipe="SERIAL", buffer=None, freed_by=None) for s in self.stages)
+        alone: dict = dict(pipe="SERIAL", buffer=None, freed_by=None, streams=())
+        one = tuple(dataclasses.replace(s, **alone) for s in self.stages)
         return dataclasses.replace(self, stages=one, depths=())
 
 
@@ -116,7 +125,10 @@ def _qk(scores_freed_by: str) -> tuple[Stage, ...]:
     return (
         Stage("load_q", "MTE2", "qk", "gm_l1", "q", when="task_start"),
         Stage("load_k", "MTE2", "qk", "gm_l1", "k", buffer="L1.K", freed_by="qk_matmul"),
-        Stage("qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), buffer="L0C.S", freed_by=scores_freed_by),
+        Stage(
+            "qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), buffer="L0C.S", freed_by=scores_freed_by,
+            streams=("load_k",),
+        ),
     )
 
 
@@ -155,20 +167,26 @@ def _fused(arch: str, with_qk: bool, masked: bool) -> tuple[Stage, ...]:
 def _cube_to_vector(arch: str, source: str, tensor: str, group: str, reader: str) -> tuple[tuple[Stage, ...], str]:
     """Transfers from L0C to UB, and the stage that the vector op `reader` then waits for."""
     fix, load, name = f"fixpipe_{tensor}", f"load_{tensor}", tensor.upper()
+    ub, gm = f"UB.{name}", f"GM.{name}"
+    pieces = (source,) if tensor == "s" else ()  # O is summed over all pieces before it leaves L0C
     if arch == "coupled":
         return (), source
     if arch == "direct":
-        return (Stage(fix, FIXP, "softmax", "l0c_ub", tensor, (source,), False, f"UB.{name}", reader, group),), fix
+        stage = Stage(fix, FIXP, "softmax", "l0c_ub", tensor, (source,), False, ub, reader, group, streams=pieces)
+        return (stage,), fix
     return (
-        Stage(fix, FIXP, "softmax", "l0c_gm", tensor, (source,), False, f"GM.{name}", load, group),
-        Stage(load, "MTE2.V", "softmax", "gm_ub", tensor, (fix,), True, f"UB.{name}", reader, group),
+        Stage(fix, FIXP, "softmax", "l0c_gm", tensor, (source,), False, gm, load, group, streams=pieces),
+        Stage(load, "MTE2.V", "softmax", "gm_ub", tensor, (fix,), True, ub, reader, group),
     ), load
 
 
 def _fused_pv(arch: str) -> tuple[Stage, ...]:
     """P to the cube, and P V. V is asked for before P, since it waits for nobody."""
     freed_by = "rescale" if arch == "coupled" else "fixpipe_o"
-    pv = Stage("pv_matmul", CUBE, "pv", "matmul", "o", ("store_p", "load_v"), True, "L0C.O", freed_by, "back")
+    pv = Stage(
+        "pv_matmul", CUBE, "pv", "matmul", "o", ("store_p", "load_v"), True, "L0C.O", freed_by, "back",
+        streams=("load_v",),
+    )
     if arch != "split":
         store = Stage("store_p", _mte3(arch), "pv", "ub_l1", "p", ("softmax",), False, "L1.P_ahead", "pv_matmul")
         return (store, _load_v("back"), pv)
@@ -176,7 +194,7 @@ def _fused_pv(arch: str) -> tuple[Stage, ...]:
         Stage("store_p", "MTE3.V", "pv", "ub_gm", "p", ("softmax",), False, "GM.P", "load_p"),
         _load_v("back"),
         Stage("load_p", "MTE2", "pv", "gm_l1", "p", ("store_p",), True, "L1.P", "pv_matmul", "back"),
-        dataclasses.replace(pv, waits=("load_p", "load_v"), sync=False),
+        dataclasses.replace(pv, waits=("load_p", "load_v"), sync=False, streams=("load_p", "load_v")),
     )
 
 
@@ -199,14 +217,15 @@ def _qk_alone(arch: str) -> tuple[Stage, ...]:
 def _pv_alone(arch: str) -> tuple[Stage, ...]:
     """O accumulates in L0C over the steps and leaves once."""
     load_p = Stage("load_p", "MTE2", "pv", "gm_l1", "p", buffer="L1.P", freed_by="pv_matmul")
-    pv = Stage("pv_matmul", CUBE, "pv", "matmul", "o", ("load_p", "load_v"))
+    pv = Stage("pv_matmul", CUBE, "pv", "matmul", "o", ("load_p", "load_v"), streams=("load_p", "load_v"))
     return (load_p, _load_v("front"), pv) + _cube_to_gm(arch, "pv", "pv_matmul", "o_final", "task_end")
 
 
 def _cube_to_gm(arch: str, op: str, source: str, tensor: str, when: str) -> tuple[Stage, ...]:
     name = tensor[0]
     if arch != "coupled":
-        return (Stage(f"fixpipe_{name}", FIXP, op, "l0c_gm", tensor, (source,), when=when),)
+        pieces = (source,) if when == "step" else ()
+        return (Stage(f"fixpipe_{name}", FIXP, op, "l0c_gm", tensor, (source,), when=when, streams=pieces),)
     return (
         Stage(f"drain_{name}", VECTOR, op, "vector", tensor, (source,), True, when=when),
         Stage(f"store_{name}", "MTE3", op, "ub_gm", tensor, (f"drain_{name}",), when=when),

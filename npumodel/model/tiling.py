@@ -71,6 +71,7 @@ class Blocks(NamedTuple):
     q_blocks        q blocks of a head
     kv_blocks       kv blocks of a head
     rows, cols      query rows (of each packed head) and key rows of a full block
+    piece_cols      key rows of a piece of a block
     tail_rows, tail_cols   of the last q block and the last kv block
     parts           tasks that share the keys of one q block (split_kv)
     steps           steps of all q blocks of a head
@@ -86,6 +87,7 @@ class Blocks(NamedTuple):
     kv_blocks: Any
     rows: Any
     cols: Any
+    piece_cols: Any
     tail_rows: Any
     tail_cols: Any
     parts: Any
@@ -131,6 +133,7 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         kv_blocks,
         rows,
         cols,
+        piece_cols=_whole(cols / tile.kv_pieces, temperature),
         tail_rows=jnp.clip(p.q_len - full * rows, 0.0, rows),
         tail_cols=jnp.clip(p.kv_len - (kv_blocks - 1) * cols, 0.0, cols),
         parts=tile.split_kv,
@@ -142,6 +145,11 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         started=q_blocks - empty,
         sample_steps=samples,
     )
+
+
+def _whole(x, temperature):
+    """x rounded up, with the gradient of x; above temperature 0 x itself."""
+    return x + jnp.where(temperature <= 0, jax.lax.stop_gradient(jnp.ceil(x) - x), 0.0)
 
 
 def _stride(count):
@@ -243,13 +251,14 @@ def kv_rows(b: Blocks):
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
     """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit)."""
     e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
-    q, k, v = all_rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * p.v_loads * e
-    slots_p = 2 if split or len(kinds) == 1 else tile.lookahead + 1
+    q, k, v = all_rows * p.head_dim * e, b.piece_cols * p.head_dim * e, b.piece_cols * p.v_head_dim * p.v_loads * e
+    ping_pong = split or len(kinds) == 1  # pieces of P from global memory; else P waits whole for a stage that lags
+    probabilities = all_rows * e * (2 * b.piece_cols if ping_pong else (tile.lookahead + 1) * b.cols)
     l1 = 0.0
     if "qk" in kinds:
         l1 = l1 + q + tile.buffers * k
     if "pv" in kinds:
-        l1 = l1 + tile.buffers * v + slots_p * all_rows * b.cols * e
+        l1 = l1 + tile.buffers * v + probabilities
     rows = all_rows / d.vector_cores_per_cube
     least = MIN_VECTOR_ROWS * b.cols * ACC_BYTES  # the smallest vector pass
     scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), least)

@@ -21,7 +21,7 @@ from .cost import Options, parts
 from .durations import COMBINE, time_constants
 from .estimate import Cost, arguments, estimate, kv_blocks
 from .graph import compile_graph
-from .pipeline import knobs, trajectory
+from .pipeline import trajectory
 from .stages import Stage, StageTable, stage_table
 from .tiling import Problem
 
@@ -91,7 +91,7 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     Raises ValueError for a tile that does not fit, as `estimate` does.
     """
     cost = estimate(shape, device, tile)
-    options = Options(shape.dtype, shape.mask is not None)
+    options = Options.of(shape, tile)
     args, events = arguments(shape, tile, device), []
     kernels = compile_graph(options.masked, tile.fusion).kernels
     per_task = float(device.launch_per_task_s)
@@ -142,11 +142,10 @@ def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Opt
     t = time_constants(d, options.dtype)
     cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
     corner = 2 * work.ragged.astype(int)
-    full, tail = ({n: x[corner + i * work.to_end.astype(int)] for n, x in cut.corners.seconds.items()} for i in (0, 1))
+    full, tail = (cut.step(corner + i * work.to_end.astype(int)) for i in (0, 1))
     moved = [{n: x[corner + i] for n, x in cut.corners.bytes.items()} for i in (0, 1)]
-    k = knobs(cut.table, tile.buffers, tile.lookahead, t.sync)
-    _, ends, waits = trajectory(cut.table, full, tail, work.steps, k, slots)
-    return full, tail, ends, waits, moved
+    _, ends, waits = trajectory(cut.table, full, tail, work.steps, cut.knobs(tile, tile.lookahead, t.sync), slots)
+    return full.seconds, tail.seconds, ends, waits, moved
 
 
 def _combine_events(cost: Cost, task: int, clock: float) -> list[Event]:
