@@ -17,7 +17,7 @@ from npumodel.model.durations import CONSTANT_TITLES, time_constants
 from npumodel.model.estimate import Cost, StageCost, estimate, illegal
 from npumodel.report_text import Priced, columns, header
 from npumodel.search.space import fitted, lattice, padded
-from npumodel.tile import CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
+from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
 #: Columns of the page.
@@ -223,17 +223,18 @@ def _best_plan(cost: Cost, fit: Sequence[Change]) -> str:
 
 def plan_changes(cost: Cost) -> tuple[list[Change], list[str]]:
     """The legal tiles that differ in one knob, priced, the fastest first; and the changes that do not fit."""
-    around = neighbours(cost.tile, cost.shape)
+    around = neighbours(cost.tile, cost.shape, cost.cores)
     refused = [what for what, tile in around.items() if illegal(cost.shape, cost.chip, tile)]
     fit = [Change(w, estimate(cost.shape, cost.chip, tile)) for w, tile in around.items() if w not in refused]
     return sorted(fit, key=lambda change: change.cost.seconds), refused
 
 
-def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]:
+def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[str, TileConfig]:
     """Tiles that differ in one knob, by what changes: the next value on either side (of a block, of the search's
-    lattice); half and double a block or the parts of the keys; the other fusion and order. Blocks are cut to the
-    lengths."""
-    now = fitted(tile, shape)
+    lattice); half and double a block or the parts of the keys; the other fusion and order; one of the
+    `cores` at work fewer, or half of them, and where the tile says how many, one more, or twice as many. Blocks are cut
+    to the lengths."""
+    now = fitted(tile, shape).replace(cores=cores)
     heads, parts = shape.q_heads // shape.kv_heads, math.ceil(shape.kv_len / now.block_kv)
     around = {
         "block_q": _blocks(now.block_q, shape.q_len),
@@ -244,6 +245,7 @@ def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]
         "split_kv": _around(now.split_kv, range(1, parts + 1), now.split_kv // 2, 2 * now.split_kv),
         "fusion": [fusion for fusion in FUSIONS if fusion != now.fusion],
         "core_order": [order for order in CORE_ORDERS if order != now.core_order],
+        "cores": sorted({cores // 2, cores - 1, *[cores + 1, 2 * cores] * (tile.cores != ALL_CORES)} - {0}),
     }
     if now.fusion == "unfused":
         around["split_kv"] = []
@@ -252,7 +254,8 @@ def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]
     if not (shape.causal or shape.window):
         around["core_order"] = []  # tasks of one length: the order changes nothing
     changes = [(name, value) for name, values in around.items() for value in values]
-    return {f"{name} {getattr(now, name)} -> {value}": now.replace(**{name: value}) for name, value in changes}
+    kept = now.replace(cores=tile.cores)
+    return {f"{name} {getattr(now, name)} -> {value}": kept.replace(**{name: value}) for name, value in changes}
 
 
 def _blocks(now: int, length: int) -> list[int]:

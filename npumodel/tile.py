@@ -11,6 +11,8 @@ import jax
 #: Largest values of the two discrete knobs; the schedule keeps this much history per stage.
 MAX_BUFFERS = 4
 MAX_LOOKAHEAD = 3
+#: More cores than any chip has: all of them.
+ALL_CORES = 2**20
 
 FUSIONS = ("fused", "partly", "unfused")
 CORE_ORDERS = ("balanced", "contiguous")
@@ -31,6 +33,7 @@ class TileConfig:
                divisor of q_heads / kv_heads
     split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
     core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row
+    cores      cores that are launched, at most (a launch costs something for each); by default all of the chip
 
     `flash_attention` executes block_q and block_kv; the rest changes the price, not the result.
     The numbers are PyTree leaves: integers for a plan, arrays for many candidates at once, reals while an
@@ -47,6 +50,7 @@ class TileConfig:
     heads_packed: Any = 1
     split_kv: Any = 1
     core_order: str = dataclasses.field(default="balanced", metadata={"static": True})
+    cores: Any = ALL_CORES
 
     def __post_init__(self):
         for name, low, high in (
@@ -56,6 +60,7 @@ class TileConfig:
             ("lookahead", 0, MAX_LOOKAHEAD),
             ("heads_packed", 1, None),
             ("split_kv", 1, None),
+            ("cores", 1, None),
         ):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
@@ -80,6 +85,7 @@ class TileConfig:
         text = f"{self.block_q}x{self.block_kv}" + f" buffers={self.buffers}" * (self.buffers != 2)
         text += f" lookahead={self.lookahead}" * (self.lookahead != 1)
         text += "".join(f" {n}={getattr(self, n)}" for n in ("heads_packed", "split_kv") if getattr(self, n) != 1)
+        text += f" cores={self.cores}" * (self.cores != ALL_CORES)
         return (
             text
             + f" {self.fusion}" * (self.fusion != "fused")

@@ -270,6 +270,26 @@ def test_fast_and_exact_schedules_agree(name):
 
 
 @pytest.mark.parametrize("name", DEVICES)
+def test_a_plan_on_fewer_cores_is_the_plan_of_a_chip_that_has_only_those(name):
+    dev = device(name)
+    tiles = TileConfig(64, 64), TileConfig(64, 64, split_kv=3), TileConfig(32, 64, core_order="contiguous")
+    for shape in (AttentionShape(1, 5, 700, 64, causal=True), AttentionShape(3, 16, 300, 64)):
+        for tile in tiles:
+            for cores in (1, 3, int(dev.cube_cores), 4 * int(dev.cube_cores)):
+                cost = estimate(shape, dev, tile.replace(cores=cores))
+                small = estimate(shape, dev.replace(cube_cores=min(cores, float(dev.cube_cores))), tile)
+                assert (cost.seconds, cost.cores) == (small.seconds, small.cores)
+                assert cost.traffic == small.traffic
+    tiny = AttentionShape(1, int(dev.cube_cores), 16, 64)
+    for cores, tasks in ((dev.cube_cores, 1), (1, dev.cube_cores)):  # that are launched; tasks of each
+        launch = dev.launch_base_s + dev.launch_per_core_s * cores + dev.launch_per_task_s * tasks
+        cost = estimate(tiny, dev, TileConfig(16, 16, cores=2**20 if tasks == 1 else 1))
+        assert cost.cores == cores and cost.launch_seconds == pytest.approx(launch, rel=1e-5)
+    with pytest.raises(ValueError, match="cores: expected a number >= 1, got 0"):
+        TileConfig(16, 16, cores=0)
+
+
+@pytest.mark.parametrize("name", DEVICES)
 def test_timeline_ends_when_the_price_says(name, tmp_path):
     dev = device(name)
     for shape, tile in (

@@ -207,8 +207,8 @@ def share_of_chip(
     """
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
-    active = jnp.minimum(d.cube_cores, tasks)
-    waves = ceil_div(tasks, d.cube_cores, temperature)
+    active = active_cores(p, tile, d, b)
+    waves = ceil_div(tasks, launched_cores(tile, d), temperature)
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
@@ -233,6 +233,16 @@ def share_of_chip(
         o_miss=1 - handed,
         spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
     )
+
+
+def launched_cores(tile: TileConfig, d: DeviceSpec):
+    """Cores that a plan may use: all of the chip, or fewer."""
+    return jnp.minimum(tile.cores, d.cube_cores)
+
+
+def active_cores(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks):
+    """Cores that a plan launches: those that have work."""
+    return jnp.minimum(launched_cores(tile, d), p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
 
 
 def kv_rows(b: Blocks):
@@ -306,6 +316,5 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     if d.arch != "split":
         return zero, between
     all_rows = b.rows * tile.heads_packed
-    active = jnp.minimum(d.cube_cores, p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
     scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
-    return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between
+    return active_cores(p, tile, d, b) * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between
