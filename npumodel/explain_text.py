@@ -61,7 +61,8 @@ def _count(number: int, one: str, more: str) -> str:
 
 
 def _title(call: Priced) -> list[str]:
-    return [*_wrapped(header(call), indent=0), f"predicted time {units.seconds(call.cost.seconds)}"]
+    large = _wrapped(f"warning: {call.cost.too_large}", indent=0) if call.cost.too_large else []
+    return [*_wrapped(header(call), indent=0), *large, f"predicted time {units.seconds(call.cost.seconds)}"]
 
 
 def _graph(cost: Cost) -> list[str]:
@@ -92,9 +93,10 @@ def _plan(cost: Cost) -> list[str]:
     spread = f"{cores}: {_count(waves, 'wave', 'waves')}, {last} in the last"
     count = f"{_count(cost.steps, 'step', 'steps')}, {_count(cost.launches, 'launch', 'launches')}"
     lines = [*_wrapped(f"{cut}, Q K^T {ahead} ahead of P V{split}, {tile.fusion}"), *_wrapped(f"{spread}; {count}")]
-    rows = [("buffer of a core (UB: of a vector unit)", "needed", "available", "used")]
+    rows = [("buffer of a core (UB: of a vector unit), HBM", "needed", "available", "used")]
     for f in cost.footprints:
-        used = units.percent(f.needed / f.available) + ("" if f.fits else ", the rest spills")
+        beyond = ", does not fit" if f.buffer == "HBM" else ", the rest spills"
+        used = units.percent(f.needed / f.available) + ("" if f.fits else beyond)
         rows.append((f.buffer, units.size(f.needed), units.size(f.available), used))
     return ["plan:", *lines, *columns(rows)]
 

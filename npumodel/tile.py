@@ -15,7 +15,7 @@ MAX_LOOKAHEAD = 3
 ALL_CORES = 2**20
 
 FUSIONS = ("fused", "partly", "unfused")
-CORE_ORDERS = ("balanced", "contiguous")
+CORE_ORDERS = ("balanced", "contiguous", "round_robin")
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,8 @@ class TileConfig:
     heads_packed  query heads of one kv head whose rows share a block (GQA): K and V are read once for all of them; a
                divisor of q_heads / kv_heads
     split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
-    core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row
+    core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row;
+               "round_robin": each core in turn gets the next task in the order of launch (heads, their q blocks, parts)
     cores      cores that are launched, at most (a launch costs something for each); by default all of the chip
 
     `flash_attention` executes block_q and block_kv; the rest changes the price, not the result.

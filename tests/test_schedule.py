@@ -1,6 +1,7 @@
 """The schedule against an independent event simulator, which shares no code with it."""
 
 import dataclasses
+import functools
 
 import event_simulator
 import jax
@@ -15,6 +16,7 @@ from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
 from npumodel.model.pipeline import TRANSIENT, knobs, lengths, task, trajectory
 from npumodel.model.stages import stage_table
+from npumodel.model.trace import timeline
 from npumodel.tile import FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
@@ -177,6 +179,67 @@ def test_price_is_launch_plus_the_simulated_tasks(name):
                 total += full[ragged]["finalize"] + full[ragged]["store_o"]
         cost = estimate(shape, dev, tile)
         assert cost.seconds - cost.launch_seconds == pytest.approx(total, rel=1e-3), (shape, tile)
+
+
+def cores_by_hand(shape, tile, cores, seconds):
+    """Seconds of each core that round_robin deals tasks to; seconds(steps, ragged, to_end): of one task."""
+    head = []
+    for steps, ragged, to_end in tasks_by_hand(shape, tile):
+        for part in range(tile.split_kv):  # equal shares, the last ones take what is left over
+            mine = steps // tile.split_kv + (part >= tile.split_kv - steps % tile.split_kv)
+            head.append(seconds(mine, ragged, to_end and part == tile.split_kv - 1))
+    tasks = head * (shape.batch * shape.q_heads // tile.heads_packed)
+    return [sum(tasks[core::cores]) for core in range(min(cores, len(tasks)))]
+
+
+def round_robin_draws(rng):
+    """(shape, tile, cores): q blocks that share a factor with the cores, and others; parts; more tasks than are looked
+    at one by one."""
+    for i in range(16):
+        cores, block = int(rng.choice([4, 6, 7, 12])), 16 * int(rng.integers(1, 5))
+        blocks = cores * int(rng.integers(1, 4)) if i % 2 else int(rng.integers(1, 40))
+        parts = int(rng.integers(1, 5)) if i % 4 > 1 else 1
+        q_len = block * blocks - (int(rng.integers(0, block)) if parts == 1 else 0)
+        window = (int(rng.integers(100, 600)), 0) if i % 5 == 0 else None
+        shape = AttentionShape(1, int(rng.integers(1, 30)), q_len, 64, causal=i % 8 != 4, window=window)
+        yield shape, TileConfig(block, 16 * int(rng.integers(1, 9)), split_kv=parts), cores
+    for heads, blocks, cores in ((1, 150, 7), (3, 200, 12), (30, 170, 7), (2, 97, 4)):
+        shape = AttentionShape(1, heads, 16 * blocks, 64, kv_len=16 * blocks + 5, causal=True)
+        yield shape, TileConfig(16, 64), cores
+
+
+@pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
+def test_round_robin_takes_as_long_as_the_simulated_tasks_of_its_busiest_core(name):
+    """Memory does not hold the cores up, so that a call takes as long as the longest of them."""
+    dev, rng, table = device(name), np.random.default_rng(11), kernels(device(name).arch)[("qk", "softmax", "pv")]
+    dev = dev.replace(hbm_bytes_per_s=1e16)
+    kernel, options = compile_graph(False, "fused").kernels[0], Options("float16", False)
+    corners = jax.jit(lambda p, tile, d: parts(kernel, time_constants(d, "float16"), p, tile, d, options).corners)
+    sync, apart = float(dev.sync_cycles / dev.cube_hz), []
+    for shape, tile, cores in round_robin_draws(rng):
+        tile = tile.replace(core_order="round_robin", cores=cores)
+        found = corners(*arguments(shape, tile.replace(core_order="balanced"), dev)).seconds
+        full, tail = ([{n: float(x[2 * row + j]) for n, x in found.items()} for row in (0, 1)] for j in (0, 1))
+
+        @functools.cache
+        def seconds(steps, ragged, to_end, full=full, tail=tail, tile=tile):
+            if not steps:
+                return full[ragged]["finalize"] + full[ragged]["store_o"]
+            last = (tail if to_end else full)[ragged]
+            return simulate(table, full[ragged], last, steps, tile.buffers, tile.lookahead, sync).makespan
+
+        want = cores_by_hand(shape, tile, cores, seconds)
+        cost = estimate(shape, dev, tile)
+        joining = sum(s.busy for s in cost.stages if s.name in ("load_partials", "combine", "store_combined"))
+        got = cost.seconds - cost.launch_seconds - joining
+        assert got == pytest.approx(max(want), rel=1e-3), (shape, tile)
+        assert got <= sum(want) * 1.001
+        apart.append(max(want) / (sum(want) / len(want)))
+        if len(apart) in (2, 4, 8):  # one task a core and more, and parts
+            line = timeline(shape, dev, tile)
+            assert line.shown_seconds == pytest.approx(cost.seconds, rel=1e-3)
+            assert want[line.events[0].core] == pytest.approx(max(want), rel=1e-3)
+    assert max(apart) > 1.5  # the order matters
 
 
 def test_upstream_finds_the_feeding_computation_through_transfers():

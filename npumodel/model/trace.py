@@ -52,7 +52,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What core 0 does, task after task, up to `max_events` events; `complete` if that is all of its work.
+    """What one core does, task after task, up to `max_events` events; `complete` if that is all of its work. It is
+    core 0, but with "round_robin" the busiest core.
 
     cost: the price of the whole call; shown_seconds: end of the last event.
     """
@@ -86,7 +87,7 @@ class Timeline:
 
 
 def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max_events: int = 20_000) -> Timeline:
-    """The first tasks of core 0, as many as fit into `max_events` events (at least one task's first steps).
+    """The first tasks of the core, as many as fit into `max_events` events (at least one task's first steps).
 
     Raises ValueError for a tile that does not fit, as `estimate` does.
     """
@@ -96,7 +97,7 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     kernels = compile_graph(options.masked, tile.fusion).kernels
     per_task = float(device.launch_per_task_s)
     clock, complete = 0.0, True
-    tasks = list(_core_tasks(shape, tile, cost))
+    core, tasks = cost.busiest_core, list(_core_tasks(shape, tile, cost))
     for number, kernel in enumerate(kernels):
         table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
@@ -109,10 +110,14 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
                 break
             clock += per_task
             runs = _task_events(args, options, tile, table, number, work, shown)
-            events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
+            events += [_moved(e, core, task, clock) for e in runs]
             clock += max((e.end for e in runs), default=0.0)
-    events += _combine_events(cost, len(tasks), clock) if complete else []
+    events += [_moved(e, core, len(tasks), clock) for e in _combine_events(cost)] if complete else []
     return Timeline(cost, tuple(events), complete)
+
+
+def _moved(event: Event, core: int, task: int, clock: float) -> Event:
+    return dataclasses.replace(event, core=core, task=task, start=event.start + clock, end=event.end + clock)
 
 
 class _Work(NamedTuple):
@@ -124,17 +129,20 @@ class _Work(NamedTuple):
 
 
 def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost) -> Iterator[_Work]:
-    """The tasks of core 0, which starts with a head of its own. Where tasks differ in length and are balanced, short
+    """The tasks of the core. Core 0 starts with a head of its own; where tasks differ in length and are balanced, short
     and long ones take turns."""
     begin, end = kv_blocks(shape, tile)
     blocks, parts, last = len(begin), tile.split_kv, math.ceil(shape.kv_len / min(tile.block_kv, shape.kv_len))
     order = list(range(blocks))
     if shape.causal and tile.core_order == "balanced":
         order = [i for pair in zip(order, reversed(order), strict=True) for i in pair][:blocks]
-    for task in range(math.ceil(cost.tasks / cost.cores)):
-        block, part = order[task // parts % blocks], task % parts
-        share, more = divmod(int(end[block] - begin[block]), parts)
-        yield _Work(share + (part >= parts - more), block == blocks - 1, part == parts - 1 and end[block] == last)
+    numbers = range(math.ceil(cost.tasks / cost.cores))
+    if tile.core_order == "round_robin":
+        numbers = range(cost.busiest_core, cost.tasks, cost.cores)
+    for number in numbers:
+        block, part = order[number // parts % blocks], number % parts
+        steps = int(end[block] - begin[block] + part) // parts
+        yield _Work(steps, block == blocks - 1, part == parts - 1 and end[block] == last)
 
 
 @partial(jax.jit, static_argnames=("options", "kernel", "slots"))
@@ -149,13 +157,13 @@ def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Opt
     return full, tail, ends, waits, moved
 
 
-def _combine_events(cost: Cost, task: int, clock: float) -> list[Event]:
+def _combine_events(cost: Cost) -> list[Event]:
     """Joining the parts of split keys, one stage after the other."""
-    names, events = [name for name, _, _ in COMBINE], []
+    names, events, clock = [name for name, _, _ in COMBINE], [], 0.0
     for s in cost.stages:
         if s.name in names:
             bytes_ = s.bytes / cost.cores
-            events.append(Event(s.name, s.op, s.pipe, 0, task, -1, clock, clock + s.busy, 0.0, None, bytes_))
+            events.append(Event(s.name, s.op, s.pipe, 0, 0, -1, clock, clock + s.busy, 0.0, None, bytes_))
             clock += s.busy
     return events
 
