@@ -17,7 +17,7 @@ from npumodel.model.durations import CONSTANT_TITLES, time_constants
 from npumodel.model.estimate import Cost, StageCost, estimate, illegal
 from npumodel.report_text import Priced, columns, header
 from npumodel.search.space import fitted, lattice, padded
-from npumodel.tile import CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
+from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
 #: Columns of the page.
@@ -61,7 +61,8 @@ def _count(number: int, one: str, more: str) -> str:
 
 
 def _title(call: Priced) -> list[str]:
-    return [*_wrapped(header(call), indent=0), f"predicted time {units.seconds(call.cost.seconds)}"]
+    large = _wrapped(f"warning: {call.cost.too_large}", indent=0) if call.cost.too_large else []
+    return [*_wrapped(header(call), indent=0), *large, f"predicted time {units.seconds(call.cost.seconds)}"]
 
 
 def _graph(cost: Cost) -> list[str]:
@@ -92,9 +93,10 @@ def _plan(cost: Cost) -> list[str]:
     spread = f"{cores}: {_count(waves, 'wave', 'waves')}, {last} in the last"
     count = f"{_count(cost.steps, 'step', 'steps')}, {_count(cost.launches, 'launch', 'launches')}"
     lines = [*_wrapped(f"{cut}, Q K^T {ahead} ahead of P V{split}, {tile.fusion}"), *_wrapped(f"{spread}; {count}")]
-    rows = [("buffer of a core (UB: of a vector unit)", "needed", "available", "used")]
+    rows = [("buffer of a core (UB: of a vector unit), HBM", "needed", "available", "used")]
     for f in cost.footprints:
-        used = units.percent(f.needed / f.available) + ("" if f.fits else ", the rest spills")
+        beyond = ", does not fit" if f.buffer == "HBM" else ", the rest spills"
+        used = units.percent(f.needed / f.available) + ("" if f.fits else beyond)
         rows.append((f.buffer, units.size(f.needed), units.size(f.available), used))
     return ["plan:", *lines, *columns(rows)]
 
@@ -223,17 +225,18 @@ def _best_plan(cost: Cost, fit: Sequence[Change]) -> str:
 
 def plan_changes(cost: Cost) -> tuple[list[Change], list[str]]:
     """The legal tiles that differ in one knob, priced, the fastest first; and the changes that do not fit."""
-    around = neighbours(cost.tile, cost.shape)
+    around = neighbours(cost.tile, cost.shape, cost.cores)
     refused = [what for what, tile in around.items() if illegal(cost.shape, cost.chip, tile)]
     fit = [Change(w, estimate(cost.shape, cost.chip, tile)) for w, tile in around.items() if w not in refused]
     return sorted(fit, key=lambda change: change.cost.seconds), refused
 
 
-def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]:
+def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[str, TileConfig]:
     """Tiles that differ in one knob, by what changes: the next value on either side (of a block, of the search's
-    lattice); half and double a block or the parts of the keys; the other fusion and order. Blocks are cut to the
-    lengths."""
-    now = fitted(tile, shape)
+    lattice); half and double a block or the parts of the keys; the other fusion and order; one of the
+    `cores` at work fewer, or half of them, and where the tile says how many, one more, or twice as many. Blocks are cut
+    to the lengths."""
+    now = fitted(tile, shape).replace(cores=cores)
     heads, parts = shape.q_heads // shape.kv_heads, math.ceil(shape.kv_len / now.block_kv)
     around = {
         "block_q": _blocks(now.block_q, shape.q_len),
@@ -244,6 +247,7 @@ def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]
         "split_kv": _around(now.split_kv, range(1, parts + 1), now.split_kv // 2, 2 * now.split_kv),
         "fusion": [fusion for fusion in FUSIONS if fusion != now.fusion],
         "core_order": [order for order in CORE_ORDERS if order != now.core_order],
+        "cores": sorted({cores // 2, cores - 1, *[cores + 1, 2 * cores] * (tile.cores != ALL_CORES)} - {0}),
     }
     if now.fusion == "unfused":
         around["split_kv"] = []
@@ -252,7 +256,8 @@ def neighbours(tile: TileConfig, shape: AttentionShape) -> dict[str, TileConfig]
     if not (shape.causal or shape.window):
         around["core_order"] = []  # tasks of one length: the order changes nothing
     changes = [(name, value) for name, values in around.items() for value in values]
-    return {f"{name} {getattr(now, name)} -> {value}": now.replace(**{name: value}) for name, value in changes}
+    kept = now.replace(cores=tile.cores)
+    return {f"{name} {getattr(now, name)} -> {value}": kept.replace(**{name: value}) for name, value in changes}
 
 
 def _blocks(now: int, length: int) -> list[int]:

@@ -58,7 +58,13 @@ def header(call: Priced) -> str:
 
 
 def warnings(call: Priced) -> list[str]:
-    """One line if an op waits longer than WAIT_LIMIT: which tile, which ops, and a cheaper tile if one is known."""
+    """One line if the call does not fit into the HBM. One if an op waits longer than WAIT_LIMIT: which tile, which ops,
+    and a cheaper tile if one is known."""
+    large = [f"warning: {call.cost.too_large}"] if call.cost.too_large else []
+    return large + _late(call)
+
+
+def _late(call: Priced) -> list[str]:
     late = [row for row in call.cost.rows if row.dma_wait > WAIT_LIMIT]
     if not late:
         return []
@@ -97,7 +103,7 @@ def details(call: Priced) -> str:
     lines += ["where the time goes (constant x gradient):", *_shares(cost.breakdown, cost.seconds), ""]
     lines += [f"L2 hit rate {units.percent(cost.l2_hit_rate)}; bytes moved:"]
     lines += columns((path, units.size(total)) for path, total in cost.traffic.items())
-    lines += ["", "buffers of a core:"]
+    lines += ["", "buffers of a core, and HBM:"]
     lines += columns((f.buffer, units.size(f.needed), f"of {units.size(f.available)}") for f in cost.footprints)
     return "\n".join(lines)
 

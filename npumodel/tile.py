@@ -11,9 +11,11 @@ import jax
 #: Largest values of the two discrete knobs; the schedule keeps this much history per stage.
 MAX_BUFFERS = 4
 MAX_LOOKAHEAD = 3
+#: More cores than any chip has: all of them.
+ALL_CORES = 2**20
 
 FUSIONS = ("fused", "partly", "unfused")
-CORE_ORDERS = ("balanced", "contiguous")
+CORE_ORDERS = ("balanced", "contiguous", "round_robin")
 
 
 @jax.tree_util.register_dataclass
@@ -30,10 +32,14 @@ class TileConfig:
     heads_packed  query heads of one kv head whose rows share a block (GQA): K and V are read once for all of them; a
                divisor of q_heads / kv_heads
     split_kv   tasks that share the keys of one q block, joined by a combine step at the end (flash decoding)
+    persistent True: the next task of a core starts while the last steps of the one before drain (its Q has a second
+               slot in L1, and the buffers and the lookahead go on over the border); False: it starts when that is done
     kv_pieces  pieces in which K and V of a step come into L1 and through the matrix unit, 1 = whole: a piece is
                block_kv_compute = block_kv / kv_pieces keys, and `buffers` counts pieces (the vendor's nRatio: 8 pieces
                of 128 keys a step)
-    core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row
+    core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row;
+               "round_robin": each core in turn gets the next task in the order of launch (heads, their q blocks, parts)
+    cores      cores that are launched, at most (a launch costs something for each); by default all of the chip
 
     `flash_attention` executes block_q and block_kv; the rest changes the price, not the result.
     The numbers are PyTree leaves: integers for a plan, arrays for many candidates at once, reals while an
@@ -51,6 +57,8 @@ class TileConfig:
     split_kv: Any = 1
     core_order: str = dataclasses.field(default="balanced", metadata={"static": True})
     kv_pieces: Any = 1
+    cores: Any = ALL_CORES
+    persistent: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
         for name, low, high in (
@@ -61,6 +69,7 @@ class TileConfig:
             ("heads_packed", 1, None),
             ("split_kv", 1, None),
             ("kv_pieces", 1, None),
+            ("cores", 1, None),
         ):
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
@@ -72,6 +81,8 @@ class TileConfig:
             raise ValueError(f"fusion: expected one of {', '.join(FUSIONS)}, got {self.fusion!r}")
         if self.core_order not in CORE_ORDERS:
             raise ValueError(f"core_order: expected one of {', '.join(CORE_ORDERS)}, got {self.core_order!r}")
+        if not isinstance(self.persistent, bool):
+            raise ValueError(f"persistent: expected True or False, got {self.persistent!r}")
         if self.fusion != "fused" and isinstance(self.split_kv, numbers.Real) and self.split_kv != 1:
             raise ValueError(f"split_kv: expected 1 with fusion {self.fusion!r}, got {self.split_kv!r}")
 
@@ -86,8 +97,10 @@ class TileConfig:
         text += f" lookahead={self.lookahead}" * (self.lookahead != 1)
         ones = ("heads_packed", "split_kv", "kv_pieces")
         text += "".join(f" {name}={getattr(self, name)}" for name in ones if getattr(self, name) != 1)
+        text += f" cores={self.cores}" * (self.cores != ALL_CORES)
         return (
             text
             + f" {self.fusion}" * (self.fusion != "fused")
             + f" {self.core_order}" * (self.core_order != "balanced")
+            + " persistent" * self.persistent
         )

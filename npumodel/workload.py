@@ -161,6 +161,14 @@ class AttentionShape:
         return self.element_bytes * (q_side + kv_side)
 
     @property
+    def tensor_bytes(self) -> int:
+        """Bytes of q, k, v, o and the mask tensor, which all lie in the memory at once. Of the mask this is the least
+        that it can be: one [q_len, kv_len] for all heads (assumed: a shape does not say over what it is spread)."""
+        q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
+        kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim * (not self.v_in_k))
+        return self.element_bytes * (q_side + kv_side) + self.mask_bytes * self.q_len * self.kv_len
+
+    @property
     def label(self) -> str:
         """The short form, as `parse` reads it but with spaces: "B4 N32 S4096 D128 float16"."""
         parts = [f"B{self.batch}", f"N{self.q_heads}"]

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of one task of a tiled attention kernel on one NPU core.
+"""Discrete-event simulation of a task of a tiled attention kernel on one NPU core, or of several in one stream.
 
 The core is a set of in-order pipes (hardware queues).  Every pipe executes its instructions strictly in program
 order, one at a time; instructions wait for one another through counted signals and take slots of counted buffers.
@@ -47,6 +47,15 @@ class Event(NamedTuple):
     pipe: str
     start: float
     end: float
+    task: int = 0
+
+
+class Task(NamedTuple):
+    """Durations of iterations 0..steps-2 and of the start and end stages; of iteration steps-1; how many there are."""
+
+    durations: Mapping[str, float]
+    tail_durations: Mapping[str, float]
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Instruction:
     end: float | None = None
     pipe_free_at: float = 0
     slot_from: "Instruction | None" = None
+    task: int = 0
 
     @property
     def label(self) -> str:
@@ -172,42 +182,48 @@ def _check(stages: Sequence[Stage], durations: Mapping[str, float], tail_duratio
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
-def _program_order(stages: Sequence[Stage], steps: int, lookahead: int) -> Iterator[tuple[Stage, int]]:
-    """Yield (stage, iteration) in the order in which the instructions enter the queues of their pipes."""
-    for stage in stages:
-        if stage.when == "task_start":
-            yield stage, -1
-    for slot in range(steps + lookahead):
-        for group, iteration in (("front", slot), ("back", slot - lookahead)):
-            if 0 <= iteration < steps:
-                yield from ((s, iteration) for s in stages if s.when == "step" and s.group == group)
-    for stage in stages:
-        if stage.when == "task_end":
-            yield stage, -1
+def _program_order(stages: Sequence[Stage], steps: Sequence[int], lookahead: int) -> Iterator[tuple[Stage, int, int]]:
+    """Yield (stage, task, iteration) in the order in which the instructions enter the queues of their pipes.
+
+    The iterations of all tasks form one stream; ``steps`` has the number of each task.
+    """
+    stream = [(task, iteration) for task, n in enumerate(steps) for iteration in range(n)]
+    for slot in range(len(stream) + lookahead):
+        for group, place in (("front", slot), ("back", slot - lookahead)):
+            if not 0 <= place < len(stream):
+                continue
+            task, iteration = stream[place]
+            if group == "front" and iteration == 0:
+                yield from ((s, task, -1) for s in stages if s.when == "task_start")
+            yield from ((s, task, iteration) for s in stages if s.when == "step" and s.group == group)
+            if group == "back" and iteration == steps[task] - 1:
+                yield from ((s, task, -1) for s in stages if s.when == "task_end")
 
 
 class Program:
-    """All instructions of the task in program order, tied together by their waits and buffer releases."""
+    """All instructions of the tasks in program order, tied together by their waits and buffer releases."""
 
-    def __init__(self, stages: Sequence[Stage], durations: Mapping[str, float], tail_durations: Mapping[str, float],
-                 steps: int, lookahead: int, sync: Mapping[str, float]) -> None:
-        self.last = steps - 1
+    def __init__(self, stages: Sequence[Stage], tasks: Sequence[Task], lookahead: int,
+                 sync: Mapping[str, float]) -> None:
+        self.last = [task.steps - 1 for task in tasks]
         self.instructions: list[Instruction] = []
-        self.index: dict[tuple[str, int], Instruction] = {}
+        self.index: dict[tuple[str, int, int], Instruction] = {}
         self.by_name = {stage.name: stage for stage in stages}
-        for position, (stage, iteration) in enumerate(_program_order(stages, steps, lookahead)):
-            seconds = (tail_durations if iteration == self.last else durations)[stage.name]
-            instr = Instruction(stage, iteration, position, seconds, sync.get(stage.name, 0))
+        order = _program_order(stages, [task.steps for task in tasks], lookahead)
+        for position, (stage, task, iteration) in enumerate(order):
+            at_end = iteration == self.last[task]
+            seconds = (tasks[task].tail_durations if at_end else tasks[task].durations)[stage.name]
+            instr = Instruction(stage, iteration, position, seconds, sync.get(stage.name, 0), task=task)
             self.instructions.append(instr)
-            self.index[stage.name, iteration] = instr
+            self.index[stage.name, task, iteration] = instr
         for instr in self.instructions:
             self._connect(instr)
 
     def partner(self, instr: Instruction, name: str) -> Instruction:
         """Return the instruction of stage ``name`` that belongs to ``instr``: same iteration, only one, or last."""
         if self.by_name[name].when != "step":
-            return self.index[name, -1]
-        return self.index[name, self.last if instr.iteration < 0 else instr.iteration]
+            return self.index[name, instr.task, -1]
+        return self.index[name, instr.task, self.last[instr.task] if instr.iteration < 0 else instr.iteration]
 
     def _connect(self, instr: Instruction) -> None:
         """Register the instruction with those it waits for and with the one that frees its buffer slot."""
@@ -351,13 +367,25 @@ def simulate(stages: Sequence[Stage], durations: Mapping[str, float], tail_durat
     Raises ValueError for bad input and DeadlockError if some instruction can never start.
     """
     sync, compute = sync or {}, frozenset(compute)
-    _check(stages, durations, tail_durations, steps, lookahead, depths, sync, compute)
-    done = Simulator(Program(stages, durations, tail_durations, steps, lookahead, sync), depths).run()
+    return simulate_stream(stages, [Task(durations, tail_durations, steps)], lookahead, depths, sync, compute)
+
+
+def simulate_stream(stages: Sequence[Stage], tasks: Sequence[Task], lookahead: int, depths: Mapping[str, int],
+                    sync: Mapping[str, float] | None = None, compute: Collection[str] = frozenset()) -> Result:
+    """Play several tasks one behind the other without draining: the iterations of all of them are one stream.
+
+    The stages at the start of a task come just before its first iteration, those at its end just behind its last one;
+    their buffers are given back by the last iteration of their task.
+    """
+    sync, compute = sync or {}, frozenset(compute)
+    for task in tasks:
+        _check(stages, *task, lookahead, depths, sync, compute)
+    done = Simulator(Program(stages, tasks, lookahead, sync), depths).run()
     busy = {stage.name: 0 for stage in stages}
     wait = {stage.name: 0 for stage in stages if stage.name in compute}
     for instr in done:
         busy[instr.stage.name] += instr.duration
         if instr.stage.name in compute:
             wait[instr.stage.name] += _exposed_wait(instr, compute)
-    events = [Event(i.stage.name, i.iteration, i.stage.pipe, i.start, i.end) for i in done]
+    events = [Event(i.stage.name, i.iteration, i.stage.pipe, i.start, i.end, i.task) for i in done]
     return Result(max((i.end for i in done), default=0), events, busy, wait)

@@ -206,6 +206,11 @@ def test_neighbours_only_where_they_can_matter():
     assert knobs["64x64"] == always | {"core_order", "split_kv", "heads_packed"}
     assert knobs["64x512"] == always and knobs["8x8 unfused"] == always
     split = neighbours(npu.TileConfig(64, 64, split_kv=2), npu.AttentionShape.parse("B1,N8,S512,D64"))
+    few = neighbours(parse("64x64 cores=3"), npu.AttentionShape.parse("B1,N8,S512,D64"), cores=3)
+    assert {what: tile.cores for what, tile in few.items() if "cores" in what} == {
+        "cores 3 -> 1": 1, "cores 3 -> 2": 2, "cores 3 -> 4": 4, "cores 3 -> 6": 6
+    }  # fmt: skip
+    assert few["block_q 64 -> 80"].cores == 3
     assert "fusion fused -> unfused" not in split and {"split_kv 2 -> 1", "split_kv 2 -> 4"} <= set(split)
 
 
@@ -213,7 +218,7 @@ def test_neighbours_only_where_they_can_matter():
 def test_changes_of_the_plan_are_legal_and_cost_what_they_say(priced, pages, name):
     cost = priced(name)
     fit, refused = plan_changes(cost)
-    around = neighbours(cost.tile, cost.shape)
+    around = neighbours(cost.tile, cost.shape, cost.cores)
     assert {change.what for change in fit} | set(refused) == set(around)
     assert all(illegal(cost.shape, cost.chip, around[what]) for what in refused)
     for change in fit:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.flatten_util
@@ -267,6 +268,69 @@ def test_fast_and_exact_schedules_agree(name):
         tile = random_tile(rng, shape, dev)
         exact = run(*arguments(shape, tile, dev), Options(shape.dtype, False, transient=516))
         assert estimate(shape, dev, tile).seconds == pytest.approx(float(exact.seconds), rel=1e-3), (shape, tile)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_plan_on_fewer_cores_is_the_plan_of_a_chip_that_has_only_those(name):
+    dev = device(name)
+    tiles = TileConfig(64, 64), TileConfig(64, 64, split_kv=3), TileConfig(32, 64, core_order="contiguous")
+    for shape in (AttentionShape(1, 5, 700, 64, causal=True), AttentionShape(3, 16, 300, 64)):
+        for tile in tiles:
+            for cores in (1, 3, int(dev.cube_cores), 4 * int(dev.cube_cores)):
+                cost = estimate(shape, dev, tile.replace(cores=cores))
+                small = estimate(shape, dev.replace(cube_cores=min(cores, float(dev.cube_cores))), tile)
+                assert (cost.seconds, cost.cores) == (small.seconds, small.cores)
+                assert cost.traffic == small.traffic
+    tiny = AttentionShape(1, int(dev.cube_cores), 16, 64)
+    for cores, tasks in ((dev.cube_cores, 1), (1, dev.cube_cores)):  # that are launched; tasks of each
+        launch = dev.launch_base_s + dev.launch_per_core_s * cores + dev.launch_per_task_s * tasks
+        cost = estimate(tiny, dev, TileConfig(16, 16, cores=2**20 if tasks == 1 else 1))
+        assert cost.cores == cores and cost.launch_seconds == pytest.approx(launch, rel=1e-5)
+    with pytest.raises(ValueError, match="cores: expected a number >= 1, got 0"):
+        TileConfig(16, 16, cores=0)
+
+
+HUGE = AttentionShape(batch=64, q_heads=128, q_len=1_048_576, head_dim=128, causal=True)
+
+
+def test_a_call_too_large_for_the_memory_is_priced_as_a_question_of_what_if():
+    dev = device("ascend910b2")
+    cost = estimate(HUGE, dev, TileConfig(128, 128))
+    bytes_ = 4 * 64 * 128 * 1_048_576 * 128 * 2
+    assert HUGE.tensor_bytes == bytes_ and math.isfinite(cost.seconds)
+    row = {f.buffer: f for f in cost.footprints}["HBM"]
+    assert not row.fits and row.needed == pytest.approx(bytes_, rel=1e-4) and row.available == dev.hbm_bytes
+    assert cost.too_large and f"HBM needs {bytes_:,} bytes" in cost.too_large and "68,719,476,736" in cost.too_large
+    assert estimate(HUGE, dev.replace(hbm_bytes=2.0 * bytes_), TileConfig(128, 128)).too_large is None
+    assert estimate(ARTICLE, dev, TileConfig(128, 128)).too_large is None
+
+
+def test_a_plan_whose_workspace_does_not_fit_is_refused():
+    """S in float32 and P lie between the kernels of an unfused call; the fused one has but a few blocks."""
+    dev, shape = device("ascend910b2"), AttentionShape(4, 32, 16384, 128)
+    tensors, scores = 4 * 4 * 32 * 16384 * 128 * 2, 4 * 32 * 16384**2
+    for fusion, workspace in (("unfused", scores * (4 + 2)), ("partly", scores * 4)):
+        tile = TileConfig(128, 128, fusion=fusion)
+        (problem,) = illegal(shape, dev, tile)
+        needed, there = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{5,}", problem))
+        assert problem.startswith("HBM needs ") and there == dev.hbm_bytes
+        assert needed == pytest.approx(tensors + workspace, rel=1e-3)
+        with pytest.raises(ValueError, match="does not fit on ascend910b2: HBM needs"):
+            estimate(shape, dev, tile)
+        assert not illegal(shape, dev.replace(hbm_bytes=1.01 * needed), tile)
+    row = {f.buffer: f for f in footprints(shape, dev, TileConfig(128, 128))}["HBM"]
+    assert row.fits and tensors < row.needed < 1.1 * tensors
+    split = {f.buffer: f for f in footprints(shape, dev, TileConfig(128, 128, split_kv=4))}["HBM"]
+    assert split.needed - row.needed == pytest.approx(4 * 4 * 32 * 16384 * (128 + 16) * 4, rel=1e-3)
+
+
+def test_the_mask_is_one_of_the_tensors_and_a_view_is_none():
+    plain = AttentionShape(2, 8, 300, 64, kv_heads=2, kv_len=500)
+    assert plain.tensor_bytes == 2 * 64 * (2 * 2 * 8 * 300 + 2 * 2 * 2 * 500)
+    for mask, size in (("bool", 1), ("additive", 2)):
+        assert dataclasses.replace(plain, mask=mask).tensor_bytes == plain.tensor_bytes + size * 300 * 500
+    view = AttentionShape(2, 8, 300, 576, kv_heads=1, kv_len=500, v_head_dim=512, v_in_k=True)
+    assert view.tensor_bytes == 2 * (2 * 8 * 300 * (576 + 512) + 2 * 500 * 576)
 
 
 @pytest.mark.parametrize("name", DEVICES)

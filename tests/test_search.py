@@ -22,7 +22,7 @@ from npumodel.workload import AttentionShape
 DEVICES = ("article", "ascend310b1", "ascend910b2", "ascend910b4", "ascend950dt_9581")
 ARTICLE_SHAPE = AttentionShape(4, 32, 4096, 128)
 SMALL = AttentionShape(1, 8, 1000, 64, causal=True)
-PACKED = TileConfig(16, 512, heads_packed=8, split_kv=4, core_order="contiguous")
+PACKED = TileConfig(16, 512, heads_packed=8, split_kv=4, core_order="contiguous", cores=12)
 DECODE = AttentionShape(16, 64, 1, 128, kv_heads=8, kv_len=8192)
 B2, A, PR, ARTICLE = map(device, ("ascend910b2", "ascend910a", "ascend950pr", "article"))
 

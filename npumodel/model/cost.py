@@ -9,6 +9,7 @@ them side by side.
 
 from __future__ import annotations
 
+from functools import reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, gate
 from ..tile import TileConfig
 from ..workload import AttentionShape
-from . import tiling
+from . import round_robin, tiling
 from .durations import TimeConstants, Work, combine, measure, miss_share, work
 from .graph import Kernel, compile_graph
-from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, knobs, lengths, task
+from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, border, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import Blocks, Problem, Traffic
 
@@ -52,9 +53,9 @@ class Options(NamedTuple):
 
 class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
-    whole call; `combine`: joining the parts of split keys, at the end. serial: as `core`, with nothing beside anything
-    else. hbm_seconds: what the memory needs for the kernel's bytes; loads and stores of a core run side by side, but no
-    core is done before the memory is."""
+    whole call; busiest_core: its number; `combine`: joining the parts of split keys, at the end. serial: as core, with
+    nothing beside anything else. hbm_seconds: what the memory needs for the kernel's bytes; loads and stores of a core
+    run side by side, but no core is done before the memory is."""
 
     launch: Any
     core: Any
@@ -69,6 +70,7 @@ class KernelPrice(NamedTuple):
     l1_fill_bytes: Any
     footprints: dict
     traffic: Traffic
+    busiest_core: Any
 
 
 class Price(NamedTuple):
@@ -134,26 +136,27 @@ def parts(
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
     cut = parts(kernel, t, p, tile, d, o, temperature)
     table, b, x, corners, _, feet = cut
-    per_head = b.q_blocks * b.parts
-    heads = floor_div(x.waves, per_head, temperature)  # that the busiest core works through
-    left = jnp.maximum(x.waves - heads * per_head, 0.0)
-    head = _head_times(cut, left, tile, t.sync, o, temperature)
+    core = _busiest_core(cut, p, tile, t.sync, o, temperature)
     combined = combine(t, p, d, x, b.parts, temperature)
-    per_core = x.waves / per_head
-    runs = _runs(table, b)
-    busy = {name: per_core * (runs[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
+    runs, runs_of_core = _runs(table, _counts(b)), _runs(table, core.counts)
+    busy = {name: (runs_of_core[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
     moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
     hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
     partials, _, joined = combined.bytes.values()
-    busiest = _longer(_plus(head.rest, head.total, heads), head.heaviest)
+    busiest = _longer(core.tasks, core.heaviest)
     joining = sum(combined.seconds.values())
+
+    def floor(makespan):  # what a border saves is that of tasks of mean length: never more than the pipes allow
+        pipes = [sum(busy[s.name] for s in table.stages if s.pipe == pipe) for pipe in table.pipes]
+        return reduce(jnp.maximum, pipes, makespan) if tile.persistent else makespan
+
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(busiest.makespan, hbm_bytes * t.hbm) + joining,
+        core=jnp.maximum(floor(busiest.makespan), hbm_bytes * t.hbm) + joining,
         serial=busiest.serial + joining,
         busy=busy,
-        wait={name: per_core * wait for name, wait in head.total.wait.items()},
+        wait=core.wait,
         bytes=moved,
         combine=combined,
         hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
@@ -162,14 +165,15 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
         footprints=feet,
         traffic=x,
+        busiest_core=core.number,
     )
 
 
 _STEP = "step"
 
 
-def _runs(table: StageTable, b: Blocks) -> dict:
-    """[4] how often each stage runs in one head, for the corners of `Parts`; and "step": how often a step does."""
+def _counts(b: Blocks) -> dict:
+    """How often steps, starts and ends of tasks run in one head, each 4 numbers: for the corners of `Parts`."""
     one, none = jnp.ones_like(b.steps), jnp.zeros_like(b.steps)
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
     inner = jnp.maximum(b.steps - b.last_steps - at_end, 0.0)
@@ -178,29 +182,35 @@ def _runs(table: StageTable, b: Blocks) -> dict:
         return weight * (jnp.minimum(b.parts, steps) - gate(steps))
 
     started = b.started - 1 + jax.vmap(more)(b.sample_steps, tiling.sample_weights(b, 0.0, b.q_blocks)).sum(0)
-    counts = {
+    return {
         "step": (inner, at_end, jnp.maximum(b.last_steps - 1, 0.0), one),
         "task_start": (started, none, jnp.minimum(b.parts, b.last_steps), none),
         "task_end": ((b.q_blocks - 1) * b.parts, none, b.parts, none),
     }
-    stacked = {when: jnp.stack(jnp.broadcast_arrays(*values, one)[:4]) for when, values in counts.items()}
+
+
+def _runs(table: StageTable, counts: dict) -> dict:
+    """[4] how often each stage runs, for the corners of `Parts`; and "step": how often a step does."""
+    stacked = {when: jnp.stack(jnp.broadcast_arrays(*values)) for when, values in counts.items()}
     return {s.name: stacked[s.when] for s in table.stages} | {_STEP: stacked["step"]}
 
 
-class _Head(NamedTuple):
-    """The tasks of a head. total: all of them added up; rest: those that the busiest core does beyond whole heads;
-    heaviest: the longest one."""
+class _Core(NamedTuple):
+    """The busiest core. number: 0, but with "round_robin"; tasks: all of its tasks added up; heaviest: the longest task
+    that there is; wait: seconds that each compute stage waits for transfers; counts: as `_counts`, of its tasks."""
 
-    total: TaskTimes
-    rest: TaskTimes
+    number: Any
+    tasks: TaskTimes
     heaviest: TaskTimes
+    wait: dict
+    counts: dict
 
 
-def _head_times(cut: Parts, left, tile: TileConfig, sync, o: Options, temperature) -> _Head:
-    """Schedule the tasks of a head, and `left` of them. Between whole lookaheads: the mean of the neighbours."""
-    table, b = cut.table, cut.blocks
+def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, temperature) -> _Core:
+    """Schedule the tasks of a head, and deal them out. Between whole lookaheads: the mean of the neighbours."""
+    table, b, x = cut.table, cut.blocks, cut.traffic
 
-    def at(lookahead) -> _Head:
+    def at(lookahead) -> _Core:
         k = cut.knobs(tile, lookahead, sync)
         steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
 
@@ -212,25 +222,50 @@ def _head_times(cut: Parts, left, tile: TileConfig, sync, o: Options, temperatur
         both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
         whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
         end = _plus(whole, at_steps(every, steps[0]), -1.0)
-        return _tasks_of_a_head(b, left, every, whole, end, ragged, steps[1], tile.core_order)
+        core = _dealt_out(p, b, x, every, whole, end, ragged, steps[1], tile.core_order, temperature)
+        if not (tile.persistent and o.overlap):
+            return core
+        saved = border(table, cut.step(0), b.steps / (b.q_blocks * b.parts), k, every, o.transient, o.waits)
+        return _joined(core, saved, jnp.maximum(x.waves - 1, 0.0))
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:
         return at(lookahead)
     low = jax.lax.stop_gradient(jnp.floor(lookahead))
-    heads = jax.vmap(at)(jnp.stack([low, low + 1]))
-    return jax.tree.map(lambda x: x[0] + (lookahead - low) * (x[1] - x[0]), heads)
+    cores = jax.vmap(at)(jnp.stack([low, low + 1]))
+    return jax.tree.map(lambda x: x[0] + (lookahead - low) * (x[1] - x[0]), cores)
 
 
-def _tasks_of_a_head(
-    b: Blocks, left, every: TaskTimes, whole: TaskTimes, end: TaskTimes, ragged: TaskTimes, steps, core_order: str
-) -> _Head:
-    """Add up the tasks of a head. every: tasks of 0, 1, .. full steps; whole: a task of full rows that ends with the
-    ragged columns; end: what those change; ragged: the task of `steps` steps and ragged rows that ends with them.
+def _joined(core: _Core, saved: TaskTimes, borders) -> _Core:
+    """The core without what each border between two of its tasks saves."""
+    tasks = _plus(core.tasks, saved, -borders)
+    wait = {name: jnp.maximum(seconds - borders * saved.wait[name], 0.0) for name, seconds in core.wait.items()}
+    return core._replace(tasks=tasks, wait=wait)
 
-    left: tasks of one more head that the busiest core does. "balanced": full ones, or, where tasks differ in length
-    (causal), tasks of mean length, since long and short ones are dealt out in pairs; "contiguous": the last ones.
+
+def _dealt_out(
+    p: Problem,
+    b: Blocks,
+    x: Traffic,
+    every: TaskTimes,
+    whole: TaskTimes,
+    end: TaskTimes,
+    ragged: TaskTimes,
+    steps,
+    core_order: str,
+    temperature,
+) -> _Core:
+    """Add up the tasks of the busiest core. every: tasks of 0, 1, .. full steps; whole: a task of full rows that ends
+    with the ragged columns; end: what those change; ragged: the task of `steps` steps and ragged rows that ends so.
+
+    Whole heads, and of one more head, "balanced": full tasks, or, where tasks differ in length (causal), tasks of mean
+    length, since long and short ones are dealt out in pairs; "contiguous": the last ones. "round_robin": module
+    `round_robin`, and above temperature 0 tasks of mean length. Busy times and waits are those of tasks of mean size,
+    but for "round_robin", where they are those of the core's own.
     """
+    per_head = b.q_blocks * b.parts
+    heads = floor_div(x.waves, per_head, temperature)
+    left = jnp.maximum(x.waves - heads * per_head, 0.0)
 
     def of(steps) -> TaskTimes:  # all tasks of one q block of full rows that sees `steps` kv blocks
         return jax.tree.map(lambda x: b.parts * x, at_steps(every, steps / b.parts))
@@ -258,13 +293,26 @@ def _tasks_of_a_head(
         at_the_end = _plus(inner, last, jnp.minimum(blocks, 1.0))
         at_the_start = over(0.0, jnp.minimum(blocks, b.q_blocks - 1))
         rest = _longer(_longer(at_the_end, at_the_start), _plus(_none(total), mean_task, left))
+    elif core_order == "round_robin":
+        rest = _plus(_none(total), mean_task, left)
     else:
         usual = _plus(_none(total), before, 1 / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0))
         rest = _plus(_none(total), _longer(usual, mean_task), left)
     most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
     to_the_end = _plus(_none(whole), whole, gate(b.reach_end - 1))
     heaviest = _longer(_longer(at_steps(every, most), ragged), to_the_end)
-    return _Head(total, rest, heaviest)
+    mean_share = x.waves / per_head
+    wait = {name: mean_share * wait for name, wait in total.wait.items()}
+    counts, share = _counts(b), jax.tree.map(lambda n: mean_share * n, _counts(b))
+    core = _Core(0.0 * x.waves, _plus(rest, total, heads), heaviest, wait, share)
+    if core_order != "round_robin":
+        return core
+    kinds = round_robin.Kinds(every, end, ragged, mean_task)
+    number, tasks, counts = round_robin.busiest(p, b, x, kinds, jax.tree.map(lambda n: n / per_head, counts))
+    dealt = _Core(number, tasks, heaviest, tasks.wait, counts)
+    if isinstance(temperature, (int, float)) and temperature == 0:
+        return dealt
+    return jax.tree.map(lambda one, other: jnp.where(temperature <= 0, one, other), dealt, core)
 
 
 def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:

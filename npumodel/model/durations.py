@@ -318,10 +318,10 @@ COMBINE = (("load_partials", "MTE2", "gm_ub"), ("combine", "VECTOR", "vector"), 
 
 
 def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temperature=0.0) -> Work:
-    """Joining the partial outputs of split keys, after all cores have met: every vector unit of the chip takes an equal
-    share of the rows, reads all parts of them (from L2 as far as it holds the workspace), weighs and adds them, divides
-    and stores. All zero where parts = 1."""
-    units, split = d.cube_cores * d.vector_cores_per_cube, gate(parts - 1)
+    """Joining the partial outputs of split keys, after all cores have met: every vector unit of the cores that were
+    launched takes an equal share of the rows, reads all parts of them (from L2 as far as it holds the workspace),
+    weighs and adds them, divides and stores. All zero where parts = 1."""
+    units, split = x.active * d.vector_cores_per_cube, gate(parts - 1)
     rows = p.batch * p.q_heads * p.q_len
     mine = ceil_div(rows, units, temperature)
     row_bytes = p.v_head_dim * p.element_bytes + partial_bytes(p, parts)

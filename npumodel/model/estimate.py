@@ -60,7 +60,7 @@ class OpCost:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that a tile needs in one buffer of a core, and bytes that there are."""
+    """Bytes that a tile needs in one buffer of a core, or the call in HBM, and bytes that there are."""
 
     buffer: str
     needed: float
@@ -86,7 +86,8 @@ class Cost:
     bound          the busiest pipe, or "HBM" where the memory takes longer for the bytes of all cores, or "launch" if
                    launches take longer than both
     hbm_seconds    what the memory takes for the bytes of all cores at its full rate
-    footprints     per buffer, the largest over the kernels
+    footprints     per buffer, the largest over the kernels; "HBM": tensors and workspace
+    busiest_core   number of the core that works longest, of the longest kernel
     """
 
     shape: AttentionShape
@@ -110,6 +111,7 @@ class Cost:
     graph: str
     chip: DeviceSpec = dataclasses.field(repr=False, compare=False)
     overlap: bool = True
+    busiest_core: int = 0
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -118,6 +120,11 @@ class Cost:
         options = Options.of(self.shape, self.tile, overlap=self.overlap, waits=False)
         found = jax.device_get(_broken_down(*arguments(self.shape, self.tile, self.chip), options))
         return {name: float(v) for name, v in found._asdict().items() if v}
+
+    @property
+    def too_large(self) -> str | None:
+        """A sentence if the tensors of the call do not fit into the HBM, so that this is a price of what cannot run."""
+        return too_large(self.shape, self.chip)
 
     @property
     def launch_share(self) -> float:
@@ -157,6 +164,8 @@ def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, ove
     """Price one call with an explicit tile.
 
     overlap False prices the same work with no transfer beside any computation.
+    A call whose tensors alone are larger than the HBM has no plan that fits; it is priced all the same, as a question
+    of what if, and `Cost.too_large` says so. A plan whose workspace is what does not fit is refused.
 
     Raises ValueError when a buffer is too small for the tile (buffer, bytes needed, bytes available), or when the
     device has no such dtype.
@@ -196,20 +205,34 @@ def footprints(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> t
 
 def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
     """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
-    heads that do not divide.
+    heads that do not divide. HBM: only where the tensors of the call would fit without this plan's workspace.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
     feet = footprints(shape, device, tile)
+    tolerated = {"L1"} if device.overflow == "spill" else set()
+    tolerated |= {"HBM"} if too_large(shape, device) else set()
     problems = [
         f"{f.buffer} needs {f.needed:,.0f} bytes, there are {f.available:,.0f}"
         for f in feet
-        if not f.fits and not (f.buffer == "L1" and device.overflow == "spill")
+        if not f.fits and f.buffer not in tolerated
     ]
     group = shape.q_heads // shape.kv_heads
     if group % tile.heads_packed:
         problems.append(f"heads_packed: expected a divisor of q_heads / kv_heads = {group}, got {tile.heads_packed}")
     return problems
+
+
+def too_large(shape: AttentionShape, device: DeviceSpec) -> str | None:
+    """A sentence if the tensors of a call do not fit into the HBM (then no plan does), with the bytes needed and those
+    there are; else None."""
+    needed, available = shape.tensor_bytes, device.hbm_bytes
+    if needed <= available:
+        return None
+    return (
+        f"HBM needs {needed:,} bytes for the tensors of the call, there are {float(available):,.0f}; "
+        "the price is that of a chip with so much"
+    )
 
 
 def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
@@ -258,6 +281,7 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         graph=str(graph),
         chip=device,
         overlap=options.overlap,
+        busiest_core=round(float(max(result.kernels, key=lambda k: k.core).busiest_core)),
     )
 
 

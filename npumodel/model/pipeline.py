@@ -3,11 +3,12 @@
     x_i(n) = d_i + max( x_waits(n),  x_previous_on_pipe,  x_who_frees_my_buffer(n - depth) )
 
 Pipes are in-order queues. Slot s of the program holds the front stages of step s and the back stages of step
-s - lookahead, so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1).
+s - lookahead, so that with lookahead 1 the matrix unit computes Q K(s) before it turns to P V(s-1). The tasks of a core
+follow each other drained, or as one stream of slots, in which a task begins while the one before it still lags.
 
 All times are arrays of one shape (a single plan, or any number of candidates side by side): the stages of a slot are
 written out one after the other as elementwise maxima and sums. Two readings share that slot:
-  `trajectory`  every slot, as long as the task (exact; makes the trace)
+  `play`  every slot, as long as the tasks (exact; makes the trace)
   `lengths`, `task`   a transient, then the period times the rest: O(1) in the sequence length
 
 The gradient is that of the critical path; where two terms of a maximum are equal, of the first.
@@ -18,10 +19,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from functools import cached_property, reduce
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..relax import gate, tent
 from ..tile import MAX_BUFFERS, MAX_LOOKAHEAD
@@ -383,6 +386,75 @@ def task(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: 
     return TaskTimes(times.makespan, serial, _added(_added(waited, more), times.wait))
 
 
+class _Stream(NamedTuple):
+    """Tasks one after the other without draining. released: when the last task, and the one before it, had finished
+    with what they load once (it has two slots)."""
+
+    state: State
+    released: tuple
+
+
+def _stream_slot(wiring: Wiring, stream: _Stream, k: Knobs, front: Step, back: Step, on):
+    """One slot of a stream. on: (a front step, the first of its task, the last of its task, a back step, whether a task
+    ends behind it), each whether there is one.
+
+    Returns (stream, seconds waited by stage, end of each stage).
+    """
+    some, first, last, more, end = on
+    state, released, ended = wiring.turn(stream.state), stream.released, {}
+    for stage in wiring.table.when("task_start"):
+        done = _later(state.pipes[stage.pipe], released[1]) + front.seconds[stage.name]
+        pipes = state.pipes | {stage.pipe: _if(some & first, done, state.pipes[stage.pipe])}
+        state, ended = state._replace(pipes=pipes), ended | {stage.name: done}
+    state, waited, fronts = wiring.run(wiring.front, state, front, k, some)
+    users = [s.freed_by for s in wiring.table.when("task_start") if s.freed_by]
+    used = reduce(_later, [fronts[name] for name in users], 0.0 * released[0])
+    released = tuple(_if(some & last, new, old) for new, old in zip((used, released[0]), released, strict=True))
+    state, also, backs = wiring.run(wiring.back, state, back, k, more)
+    state, once, ends = wiring.run(wiring.table.when("task_end"), state, back, k, end)
+    return _Stream(state, released), _added(_added(waited, also), once), ended | fronts | backs | ends
+
+
+def _empty_stream(wiring: Wiring, step: Step) -> _Stream:
+    state = wiring.begin(step, 0.0)
+    return _Stream(state, (next(iter(state.pipes.values())),) * 2)
+
+
+def border(table: StageTable, full: Step, steps, k: Knobs, every: TaskTimes, transient: int, waits: bool) -> TaskTimes:
+    """What each border between two tasks of `steps` steps (rounded) saves where they are not drained: times of a task
+    (`every`: see `lengths`) less those of one more task in a long stream of them."""
+    wiring = Wiring(table, waits)
+    steps = jnp.maximum(jnp.round(jax.lax.stop_gradient(steps)), 1.0)
+    steps = steps - PERIOD * jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0)
+    lag = jax.lax.stop_gradient(k.lookahead)
+    slots = 2 * transient + MAX_LOOKAHEAD
+    tasks = jnp.maximum(jnp.floor(transient / steps), 1.0)  # counted over the last so many
+    last = jnp.floor((slots - lag) / steps) * steps - 1 + lag
+    before = last - tasks * steps
+
+    def body(carry, slot):
+        stream, found = carry
+        place, done = jnp.mod(slot, steps), jnp.mod(slot - lag, steps)
+        behind = slot >= lag
+        on = (True, place == 0, place == steps - 1, behind, behind & (done == steps - 1))
+        stream, waited, _ = _stream_slot(wiring, stream, k, full, full, on)
+        counted = jnp.where(slot == last, 1.0, 0.0) - jnp.where(slot == before, 1.0, 0.0)
+        within = jnp.where((slot > before) & (slot <= last), 1.0, 0.0)
+        makespan = found.makespan + counted * wiring.makespan(stream.state)
+        wait = {name: found.wait[name] + within * x for name, x in waited.items()}
+        return (stream, TaskTimes(makespan, 0.0 * makespan, wait)), None
+
+    begin = _empty_stream(wiring, full)
+    none = 0.0 * (begin.released[0] + steps + lag)
+    found = TaskTimes(none, none, dict.fromkeys(every.wait, none))
+    begin = jax.tree.map(lambda x: x + none, begin)
+    (_, found), _ = jax.lax.scan(body, (begin, found), jnp.arange(float(slots)))
+    alone = at_steps(every, steps)
+    saved = jnp.maximum(alone.makespan - found.makespan / tasks, 0.0)
+    wait = {name: seconds - found.wait[name] / tasks for name, seconds in alone.wait.items()}
+    return TaskTimes(saved, 0.0 * saved, wait)
+
+
 def at_steps(every: TaskTimes, steps) -> TaskTimes:
     """The entry for `steps` steps (a real, >= 0) of what `lengths` returns; beyond the transient, the same phase plus
     whole periods. Between whole steps the mean of the neighbours."""
@@ -399,29 +471,49 @@ def at_steps(every: TaskTimes, steps) -> TaskTimes:
     return jax.tree.map(entry, every)
 
 
-def trajectory(table: StageTable, full: Step, tail: Step, steps, k: Knobs, slots: int):
-    """Every slot of a task of `steps` steps (a whole number, traced or not), one by one.
+class Slots(NamedTuple):
+    """What a core does in each slot [slots]: see `slots_of`. Of the front step and of the back step: which of the
+    corners it takes, and whether there is one; whether the front step is the first or last of its task; whether a task
+    ends behind the back step."""
 
-    slots: plain integer >= steps + MAX_LOOKAHEAD. Returns (TaskTimes, ends, waits): per stage of the table, what it did
-    in each slot [slots] (end time, seconds waited for transfers); a back stage works on step `slot - lookahead`, and
-    stages that run once fill all slots with their one value.
+    front: Any
+    some: Any
+    first: Any
+    last: Any
+    back: Any
+    more: Any
+    end: Any
+
+
+def slots_of(tasks: Iterable[tuple[list[int], int]], lookahead: int, size: int) -> Slots:
+    """Tasks in one stream of `size` slots. Each task: the corner of each of its steps, and the one that its end takes
+    (a task without steps has an end too)."""
+    front, back = np.zeros((4, size), int), np.zeros((3, size), int)
+    slot = 0
+    for steps, end in tasks:
+        for i, corner in enumerate(steps or [end]):
+            some, last = i < len(steps), i == max(len(steps) - 1, 0)
+            front[:, slot] = corner, some, some and i == 0, some and last
+            back[:, slot + lookahead] = corner, some, last
+            slot += 1
+    some, first, last, more, end = (x.astype(bool) for x in (*front[1:], *back[1:]))
+    return Slots(front[0], some, first, last, back[0], more, end)
+
+
+def play(table: StageTable, corners: Step, slots: Slots, k: Knobs):
+    """Every slot of a stream of tasks, one by one. corners: as `Step`, with a leading axis.
+
+    Returns (makespan, ends, waits): per stage of the table, what it did in each slot [slots] (end time, seconds waited
+    for transfers). A back stage, and what ends a task, is in the slot `lookahead` behind that of its step.
     """
     wiring = Wiring(table, True)
 
-    def body(state, slot):
-        state, results = wiring.turn(state), []
-        for stages, step in ((wiring.front, slot), (wiring.back, slot - k.lookahead)):
-            times = _either(step == steps - 1, tail, full, stages)
-            state, *result = wiring.run(stages, state, times, k, (step >= 0) & (step < steps))
-            results.append(result)
-        (waited, ended), (more, later) = results
-        return state, (waited | more, ended | later)
+    def body(stream, now: Slots):
+        front, back = (jax.tree.map(itemgetter(which), corners) for which in (now.front, now.back))
+        on = (now.some, now.first, now.last, now.more, now.end)
+        stream, waited, ended = _stream_slot(wiring, stream, k, front, back, on)
+        return stream, (ended, waited)
 
-    begin = wiring.begin(full, jnp.where(steps > 0, 1.0, 0.0))
-    state, (waits, ends) = jax.lax.scan(body, begin, jnp.arange(slots))
-    start = {s.name: begin.pipes[s.pipe] for s in table.when("task_start")}
-    state, more, finished = wiring.run(table.when("task_end"), state, full, k)
-    once = jax.tree.map(lambda x: jnp.full(slots, x), (start | finished, more))
-    total = {n: x.sum(0) for n, x in waits.items()}
-    times = TaskTimes(wiring.makespan(state), wiring.serial(steps, full, tail, k), total | more)
-    return times, ends | once[0], waits | once[1]
+    begin = _empty_stream(wiring, jax.tree.map(itemgetter(0), corners))
+    stream, (ends, waits) = jax.lax.scan(body, begin, slots)
+    return wiring.makespan(stream.state), ends, waits

@@ -34,7 +34,8 @@ class Stage:
     sync     True: it crosses between cube and vector unit, and its waits cost one hand-over latency
     streams  those of `waits` that come in pieces where K and V do (the tile's kv_pieces): it works on each piece as it
              comes
-    buffer   the buffer that it fills; one of its slots is taken until `freed_by` of the same iteration ends. Where
+    buffer   the buffer that it fills; one of its slots is taken until `freed_by` of the same iteration ends (of the
+             last one, for what is loaded once a task: two slots where tasks are not drained). Where
              `freed_by` streams from this stage, a slot holds a piece
     group    "front" (up to the softmax) or "back": back stages lag by the tile's lookahead
     when     "task_start" | "step" | "task_end"
@@ -123,7 +124,7 @@ def _mte3(arch: str) -> str:
 
 def _qk(scores_freed_by: str) -> tuple[Stage, ...]:
     return (
-        Stage("load_q", "MTE2", "qk", "gm_l1", "q", when="task_start"),
+        Stage("load_q", "MTE2", "qk", "gm_l1", "q", buffer="L1.Q", freed_by="qk_matmul", when="task_start"),
         Stage("load_k", "MTE2", "qk", "gm_l1", "k", buffer="L1.K", freed_by="qk_matmul"),
         Stage(
             "qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), buffer="L0C.S", freed_by=scores_freed_by,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
-from ..relax import ceil_div, floor_div, floor_sum
+from ..relax import ceil_div, floor_div, floor_sum, gate
 from ..tile import TileConfig
 from ..workload import AttentionShape
 
@@ -114,12 +114,8 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     run = jax.vmap(lambda start: _clipped_floor_sum(full, rows, start, cols, kv_blocks, temperature))
     (ends, starts), (before_end, _), (empty, _) = run(both)
 
-    def first_of(block):
-        return jnp.clip(floor_div(block * rows + p.low, cols, temperature), 0.0, kv_blocks)
-
     def steps_of(block):
-        end = jnp.clip(floor_div(block * rows + after_last, cols, temperature), 0.0, kv_blocks)
-        return jnp.maximum(end - first_of(block), 0.0)
+        return steps_of_block(p, rows, cols, kv_blocks, block, temperature)
 
     def sample(number):
         return steps_of(empty + jax.lax.stop_gradient(jnp.floor((number + 0.5) * _stride(full - empty))))
@@ -127,7 +123,7 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     numbers = jnp.arange(float(SAMPLES))
     samples = jax.vmap(sample)(numbers)
     there = jax.vmap(lambda number, steps: jnp.where(number < full - empty, steps, 0.0))(numbers, samples)
-    last_steps = jnp.maximum(kv_blocks - first_of(full), 1.0)
+    last_steps = jnp.maximum(kv_blocks - _first_of_block(p, rows, cols, kv_blocks, full, temperature), 1.0)
     return Blocks(
         q_blocks,
         kv_blocks,
@@ -150,6 +146,17 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
 def _whole(x, temperature):
     """x rounded up, with the gradient of x; above temperature 0 x itself."""
     return x + jnp.where(temperature <= 0, jax.lax.stop_gradient(jnp.ceil(x) - x), 0.0)
+
+
+def steps_of_block(p: Problem, rows, cols, kv_blocks, block, temperature=0.0):
+    """Steps of the q block of this number, from 0, if it is a full one."""
+    end = jnp.clip(floor_div(block * rows + (rows - 1 + p.high + cols), cols, temperature), 0.0, kv_blocks)
+    return jnp.maximum(end - _first_of_block(p, rows, cols, kv_blocks, block, temperature), 0.0)
+
+
+def _first_of_block(p: Problem, rows, cols, kv_blocks, block, temperature):
+    """The first kv block of a q block."""
+    return jnp.clip(floor_div(block * rows + p.low, cols, temperature), 0.0, kv_blocks)
 
 
 def _stride(count):
@@ -215,8 +222,8 @@ def share_of_chip(
     """
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
-    active = jnp.minimum(d.cube_cores, tasks)
-    waves = ceil_div(tasks, d.cube_cores, temperature)
+    active = active_cores(p, tile, d, b)
+    waves = ceil_div(tasks, launched_cores(tile, d), temperature)
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
@@ -243,20 +250,30 @@ def share_of_chip(
     )
 
 
+def launched_cores(tile: TileConfig, d: DeviceSpec):
+    """Cores that a plan may use: all of the chip, or fewer."""
+    return jnp.minimum(tile.cores, d.cube_cores)
+
+
+def active_cores(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks):
+    """Cores that a plan launches: those that have work."""
+    return jnp.minimum(launched_cores(tile, d), p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
+
+
 def kv_rows(b: Blocks):
     """Rows of K (and of V) that all tasks of a head read."""
     return (b.steps - b.reach_end) * b.cols + b.reach_end * b.tail_cols
 
 
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
-    """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit)."""
+    """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit), and in HBM."""
     e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
     q, k, v = all_rows * p.head_dim * e, b.piece_cols * p.head_dim * e, b.piece_cols * p.v_head_dim * p.v_loads * e
     ping_pong = split or len(kinds) == 1  # pieces of P from global memory; else P waits whole for a stage that lags
     probabilities = all_rows * e * (2 * b.piece_cols if ping_pong else (tile.lookahead + 1) * b.cols)
     l1 = 0.0
     if "qk" in kinds:
-        l1 = l1 + q + tile.buffers * k
+        l1 = l1 + q * (1 + tile.persistent) + tile.buffers * k
     if "pv" in kinds:
         l1 = l1 + tile.buffers * v + probabilities
     rows = all_rows / d.vector_cores_per_cube
@@ -277,6 +294,7 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
         "L0B": _largest([2 * width * depth * e for depth, width in cube], zero),
         "L0C": _largest([2 * m0 * width * ACC_BYTES for _, width in cube], zero),
         "UB": ub if set(kinds) & {"mask", "softmax"} else zero,
+        "HBM": tensor_bytes(p) + hbm_workspace(p, tile, d, b, kinds) + zero,
     }
 
 
@@ -296,8 +314,24 @@ def l0_depth(d: DeviceSpec, element_bytes):
 
 
 def capacities(d: DeviceSpec) -> dict:
-    """Bytes that a core (UB: a vector unit) has of every buffer."""
-    return {"L1": d.l1_bytes, "L0A": d.l0a_bytes, "L0B": d.l0b_bytes, "L0C": d.l0c_bytes, "UB": d.ub_bytes}
+    """Bytes that a core (UB: a vector unit; HBM: the chip) has of every buffer."""
+    core = {"L1": d.l1_bytes, "L0A": d.l0a_bytes, "L0B": d.l0b_bytes, "L0C": d.l0c_bytes, "UB": d.ub_bytes}
+    return {**core, "HBM": d.hbm_bytes}
+
+
+def tensor_bytes(p: Problem):
+    """Bytes of q, k, v, o and the mask, as `AttentionShape.tensor_bytes`."""
+    q_side = p.batch * p.q_heads * p.q_len * (p.head_dim + p.v_head_dim)
+    kv_side = p.batch * p.kv_heads * p.kv_len * (p.head_dim + p.v_loads * p.v_head_dim)
+    return p.element_bytes * (q_side + kv_side) + p.mask_bytes * p.q_len * p.kv_len
+
+
+def hbm_workspace(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]):
+    """Most bytes of global memory beside the tensors of the call at a time: scores, probabilities and partial outputs.
+    Of split keys every part keeps its output until all are joined: float32, row max and row sum (32 bytes each)."""
+    in_flight, between = workspace_bytes(p, tile, d, b, kinds)
+    partial = ACC_BYTES * (p.v_head_dim + 2 * MIN_VECTOR_ROWS)
+    return in_flight + between + gate(b.parts - 1) * b.parts * p.batch * p.q_heads * p.q_len * partial
 
 
 def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]):
@@ -315,6 +349,5 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     if d.arch != "split":
         return zero, between
     all_rows = b.rows * tile.heads_packed
-    active = jnp.minimum(d.cube_cores, p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
     scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
-    return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between
+    return active_cores(p, tile, d, b) * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between

@@ -8,10 +8,10 @@ import math
 import os
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ..hardware import DeviceSpec
 from ..tile import MAX_LOOKAHEAD, TileConfig
@@ -21,11 +21,11 @@ from .cost import Options, parts
 from .durations import COMBINE, time_constants
 from .estimate import Cost, arguments, estimate, kv_blocks
 from .graph import compile_graph
-from .pipeline import trajectory
+from .pipeline import Slots, play, slots_of
 from .stages import Stage, StageTable, stage_table
 from .tiling import Problem
 
-#: Slots are rounded up to a multiple of this, so that tasks of similar length share a compilation.
+#: Slots are rounded up to this times a power of two, so that tasks of similar length share a compilation.
 _SLOTS = 64
 
 
@@ -52,7 +52,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What core 0 does, task after task, up to `max_events` events; `complete` if that is all of its work.
+    """What one core does, task after task, up to `max_events` events; `complete` if that is all of its work. It is
+    core 0, but with "round_robin" the busiest core.
 
     cost: the price of the whole call; shown_seconds: end of the last event.
     """
@@ -86,7 +87,7 @@ class Timeline:
 
 
 def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max_events: int = 20_000) -> Timeline:
-    """The first tasks of core 0, as many as fit into `max_events` events (at least one task's first steps).
+    """The first tasks of the core, as many as fit into `max_events` events (at least one task's first steps).
 
     Raises ValueError for a tile that does not fit, as `estimate` does.
     """
@@ -96,23 +97,34 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     kernels = compile_graph(options.masked, tile.fusion).kernels
     per_task = float(device.launch_per_task_s)
     clock, complete = 0.0, True
-    tasks = list(_core_tasks(shape, tile, cost))
+    core, tasks = cost.busiest_core, list(_core_tasks(shape, tile, cost))
     for number, kernel in enumerate(kernels):
         table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
-        for task, work in enumerate(tasks):
-            shown = min(work.steps, max(1, max_events // len(table.stages)))
-            room = max_events * (number + 1) / len(kernels) - len(events)
-            full = task > 0 and shown * len(table.stages) > room
-            complete &= shown == work.steps and not full
-            if full:
-                break
-            clock += per_task
-            runs = _task_events(args, options, tile, table, number, work, shown)
-            events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
+        rows = max_events * (number + 1) // len(kernels) - len(events)
+        shown = _shown([max(work.steps, 1) for work in tasks], rows // len(table.stages))
+        complete &= shown == len(tasks) and max_events // len(table.stages) >= tasks[0].steps
+        for first, stream in _streams(tasks[:shown], tile.persistent):
+            clock += per_task * len(stream)
+            runs = _stream_events(args, options, tile, table, number, stream, max(1, max_events // len(table.stages)))
+            events += [_moved(e, core, first + e.task, clock) for e in runs]
             clock += max((e.end for e in runs), default=0.0)
-    events += _combine_events(cost, len(tasks), clock) if complete else []
+    events += [_moved(e, core, len(tasks), clock) for e in _combine_events(cost)] if complete else []
     return Timeline(cost, tuple(events), complete)
+
+
+def _shown(steps: list[int], room: int) -> int:
+    """How many tasks have room for all of their steps; the first one has in any case."""
+    return 1 + sum(total <= room for total in list(accumulate(steps))[1:])
+
+
+def _streams(tasks: list[_Work], persistent: bool) -> list[tuple[int, list[_Work]]]:
+    """(number of the first task, tasks that are not drained in between)."""
+    return [(0, tasks)] if persistent else [(i, [work]) for i, work in enumerate(tasks)]
+
+
+def _moved(event: Event, core: int, task: int, clock: float) -> Event:
+    return dataclasses.replace(event, core=core, task=task, start=event.start + clock, end=event.end + clock)
 
 
 class _Work(NamedTuple):
@@ -124,72 +136,80 @@ class _Work(NamedTuple):
 
 
 def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost) -> Iterator[_Work]:
-    """The tasks of core 0, which starts with a head of its own. Where tasks differ in length and are balanced, short
+    """The tasks of the core. Core 0 starts with a head of its own; where tasks differ in length and are balanced, short
     and long ones take turns."""
     begin, end = kv_blocks(shape, tile)
     blocks, parts, last = len(begin), tile.split_kv, math.ceil(shape.kv_len / min(tile.block_kv, shape.kv_len))
     order = list(range(blocks))
     if shape.causal and tile.core_order == "balanced":
         order = [i for pair in zip(order, reversed(order), strict=True) for i in pair][:blocks]
-    for task in range(math.ceil(cost.tasks / cost.cores)):
-        block, part = order[task // parts % blocks], task % parts
-        share, more = divmod(int(end[block] - begin[block]), parts)
-        yield _Work(share + (part >= parts - more), block == blocks - 1, part == parts - 1 and end[block] == last)
+    numbers = range(math.ceil(cost.tasks / cost.cores))
+    if tile.core_order == "round_robin":
+        numbers = range(cost.busiest_core, cost.tasks, cost.cores)
+    for number in numbers:
+        block, part = order[number // parts % blocks], number % parts
+        steps = int(end[block] - begin[block] + part) // parts
+        yield _Work(steps, block == blocks - 1, part == parts - 1 and end[block] == last)
 
 
-@partial(jax.jit, static_argnames=("options", "kernel", "slots"))
-def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Options, kernel: int, slots: int):
+@partial(jax.jit, static_argnames=("options", "kernel"))
+def _played(p: Problem, tile: TileConfig, d: DeviceSpec, slots: Slots, options: Options, kernel: int):
     t = time_constants(d, options.dtype)
     cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
-    corner = 2 * work.ragged.astype(int)
-    full, tail = (cut.step(corner + i * work.to_end.astype(int)) for i in (0, 1))
-    moved = [{n: x[corner + i] for n, x in cut.corners.bytes.items()} for i in (0, 1)]
-    _, ends, waits = trajectory(cut.table, full, tail, work.steps, cut.knobs(tile, tile.lookahead, t.sync), slots)
-    return full.seconds, tail.seconds, ends, waits, moved
+    corners = cut.step(slice(None))
+    _, ends, waits = play(cut.table, corners, slots, cut.knobs(tile, tile.lookahead, t.sync))
+    return corners.seconds, cut.corners.bytes, ends, waits
 
 
-def _combine_events(cost: Cost, task: int, clock: float) -> list[Event]:
+def _combine_events(cost: Cost) -> list[Event]:
     """Joining the parts of split keys, one stage after the other."""
-    names, events = [name for name, _, _ in COMBINE], []
+    names, events, clock = [name for name, _, _ in COMBINE], [], 0.0
     for s in cost.stages:
         if s.name in names:
             bytes_ = s.bytes / cost.cores
-            events.append(Event(s.name, s.op, s.pipe, 0, task, -1, clock, clock + s.busy, 0.0, None, bytes_))
+            events.append(Event(s.name, s.op, s.pipe, 0, 0, -1, clock, clock + s.busy, 0.0, None, bytes_))
             clock += s.busy
     return events
 
 
-def _task_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, work: _Work, shown):
-    """[Event] of the first `shown` steps of one task, from its own start."""
-    slots, steps = _SLOTS * math.ceil((work.steps + MAX_LOOKAHEAD) / _SLOTS), work.steps
-    arrays = _Work(*(np.asarray(x, float) for x in work))
-    full, tail, ends, waits, moved = jax.device_get(_task(*args, arrays, options, kernel, slots))
-    lag = {s.name: int(tile.lookahead) if s.group == "back" else 0 for s in table.stages}
+def _stream_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, stream: list[_Work], most: int):
+    """[Event] of tasks that are not drained in between, from the start of the first one; at most `most` steps of each."""
+    corners = [[2 * w.ragged + (w.to_end and i == w.steps - 1) for i in range(w.steps)] for w in stream]
+    plan = [(steps, 2 * work.ragged) for steps, work in zip(corners, stream, strict=True)]
+    lookahead, length = int(tile.lookahead), sum(max(w.steps, 1) for w in stream) + MAX_LOOKAHEAD
+    size = _SLOTS * 2 ** max(0, math.ceil(math.log2(length / _SLOTS)))
+    seconds, moved, ends, waits = jax.device_get(_played(*args, slots_of(plan, lookahead, size), options, kernel))
 
-    def at(values, stage: Stage, step: int) -> float:
-        return float(np.asarray(values[stage.name])[step + lag[stage.name]])
+    def events_of(task: int, first: int) -> Iterator[Event]:
+        steps = corners[task]
 
-    def event(stage: Stage, step: int) -> Event:
-        last = stage.when == "step" and step == steps - 1
-        end, seconds = at(ends, stage, step), float((tail if last else full)[stage.name])
-        before = [(at(ends, table.stage(name), step), name) for name in stage.waits] if steps else []
-        return Event(
-            stage.name,
-            stage.op,
-            stage.pipe,
-            core=0,
-            task=0,
-            iteration=step if stage.when == "step" else -1,
-            start=max(0.0, end - seconds),
-            end=end,
-            dma_wait=at(waits, stage, step) if stage.compute else 0.0,
-            waits_on=max(before)[1] if before else None,
-            bytes=float(moved[int(last and work.to_end)][stage.name]),
-        )
+        def at(values, stage: Stage, step: int) -> float:
+            lag = lookahead if stage.group == "back" or stage.when == "task_end" else 0
+            return float(values[stage.name][first + step + lag])
 
-    def once(when: str, step: int) -> list[Event]:
-        return [event(stage, step) for stage in table.when(when)]
+        def event(stage: Stage, step: int) -> Event:
+            corner = steps[step] if stage.when == "step" else 2 * stream[task].ragged
+            end = at(ends, stage, step)
+            before = [(at(ends, table.stage(name), step), name) for name in stage.waits] if steps else []
+            return Event(
+                stage.name,
+                stage.op,
+                stage.pipe,
+                core=0,
+                task=task,
+                iteration=step if stage.when == "step" else -1,
+                start=max(0.0, end - float(seconds[stage.name][corner])),
+                end=end,
+                dma_wait=at(waits, stage, step) if stage.compute else 0.0,
+                waits_on=max(before)[1] if before else None,
+                bytes=float(moved[stage.name][corner]),
+            )
 
-    middle = [event(stage, step) for step in range(shown) for stage in table.when("step")]
-    first = once("task_start", 0) if steps else []
-    return first + middle + (once("task_end", max(steps - 1, 0)) if shown == steps else [])
+        if steps:
+            yield from (event(stage, 0) for stage in table.when("task_start"))
+        yield from (event(stage, step) for step in range(min(len(steps), most)) for stage in table.when("step"))
+        if len(steps) <= most:
+            yield from (event(stage, max(len(steps) - 1, 0)) for stage in table.when("task_end"))
+
+    starts = accumulate([max(w.steps, 1) for w in stream[:-1]], initial=0)
+    return [event for task, first in enumerate(starts) for event in events_of(task, first)]

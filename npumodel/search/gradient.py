@@ -50,7 +50,7 @@ class Path(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lowest and highest u [4], and bytes available [5] (infinite where nothing is enforced)."""
+    """Lowest and highest u [4], and bytes available [6] (infinite where nothing is enforced)."""
 
     low: Any
     high: Any

@@ -33,8 +33,8 @@ from npumodel.workload import AttentionShape
 
 #: The searched knobs, in the order of a point's coordinates.
 KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
-#: Buffers of a core, in the order of the columns of `needs`.
-BUFFERS = ("L1", "L0A", "L0B", "L0C", "UB")
+#: Buffers of a core, and the memory, in the order of the columns of `needs`.
+BUFFERS = ("L1", "L0A", "L0B", "L0C", "UB", "HBM")
 
 #: Lattice: every multiple of 16 up to here, then four sizes per octave.
 _FINE = 128
@@ -196,7 +196,8 @@ def _problems(shapes: Sequence[AttentionShape], count: int) -> Problem:
 
 
 def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
-    """Bytes that each tile [n] needs in each of BUFFERS: [n, 5], the largest over the kernels of the call.
+    """Bytes that each tile [n] needs in each of BUFFERS: [n, 6], the largest over the kernels of the call. HBM: 0 where
+    the tensors of the call do not fit, whatever the tile; such a call is priced as if they did.
 
     shapes: one for all tiles, or one per tile; all with a mask or none.
     """
@@ -206,12 +207,12 @@ def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpe
 
 
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
-    """Whether the bytes needed [n, 5] are there: [n, 5]. L1 always fits where the device lets it spill."""
+    """Whether the bytes needed [n, 6] are there: [n, 6]. L1 always fits where the device lets it spill."""
     return need <= chip(device, dtype).available[None]
 
 
 def rejected(fit: np.ndarray) -> dict[str, int]:
-    """How many of the tiles each buffer refuses, for `fits` [n, 5]; a tile may be refused by several."""
+    """How many of the tiles each buffer refuses, for `fits` [n, 6]; a tile may be refused by several."""
     return {name: int(n) for name, n in zip(BUFFERS, (~fit).sum(0), strict=True) if n}
 
 
@@ -274,10 +275,12 @@ def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chu
 
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
-    """Bytes that tiles [...] need in each of BUFFERS [5, ...], the largest over the kernels of the call."""
+    """Bytes that tiles [...] need in each of BUFFERS [6, ...], largest over the kernels of the call (see `needs`)."""
     b = tiling.cut(p, tile)
     feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in compile_graph(masked, tile.fusion).kernels]
-    return jnp.stack([jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS])
+    largest = {name: jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS}
+    largest["HBM"] = jnp.where(tiling.tensor_bytes(p) > d.hbm_bytes, 0.0, largest["HBM"])
+    return jnp.stack(list(largest.values()))
 
 
 @functools.partial(jax.jit, static_argnames="masked")

@@ -15,7 +15,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
-from npumodel.model.estimate import Cost, estimate
+from npumodel.model.estimate import Cost, estimate, too_large
 from npumodel.search import gradient
 from npumodel.search.auto import candidates
 from npumodel.search.rules import default_tile, rule_tile
@@ -114,7 +114,9 @@ class TuneResult:
         notes = [] if self.gap is None else [f"gap to the exhaustive optimum {self.gap * 100:.2f} %"]
         notes += [f"{self.evals:,} evaluations ({self.space_size:,} points)", f"{self.elapsed:.2f} s"]
         notes += [] if self.complete else ["not finished: the budget ran out"]
-        return "\n".join([*lines, "  " + ", ".join(notes)])
+        sentence = too_large(self.shape, self.device)
+        large = [f"  warning: {sentence}"] if sentence else []
+        return "\n".join([*lines, "  " + ", ".join(notes), *large])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _entry(header: Header, r: TuneResult, explain: bool) -> Entry:
 class Ledger:
     """What a search has priced so far, and its budget. The only thing here that changes.
 
-    seconds [size]: nan until priced; need [size, 5]: bytes per buffer; legal [size].
+    seconds [size]: nan until priced; need [size, 6]: bytes per buffer; legal [size].
     """
 
     def __init__(self, shape, device, max_evals=None, deadline=None, progress: Progress | None = None, total=0):
