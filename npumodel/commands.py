@@ -44,7 +44,7 @@ def estimate(shape: str, device: str | None = None, tile: str = "auto", json: bo
             additive, softcap, v_in_k)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
-            cores=8 unfused contiguous
+            cores=8 unfused contiguous round_robin
         json: print JSON, in SI units
     """
     spec, asked = _spec(device), AttentionShape.parse(shape)
@@ -63,7 +63,7 @@ def explain(shape: str, device: str | None = None, tile: str = "auto") -> int:
             additive, softcap, v_in_k)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
-            cores=8 unfused contiguous
+            cores=8 unfused contiguous round_robin
     """
     print(api.explain(shape, _spec(device), _level(tile)))
     return 0

@@ -20,6 +20,7 @@ from npumodel.model.graph import graph_of
 from npumodel.model.tiling import Problem
 from npumodel.model.trace import timeline
 from npumodel.relax import ceil_div, floor_div, floor_sum, tent
+from npumodel.report_text import Priced, warnings
 from npumodel.tile import FUSIONS, TileConfig
 from npumodel.workload import AttentionShape
 
@@ -301,6 +302,7 @@ def test_a_call_too_large_for_the_memory_is_priced_as_a_question_of_what_if():
     row = {f.buffer: f for f in cost.footprints}["HBM"]
     assert not row.fits and row.needed == pytest.approx(bytes_, rel=1e-4) and row.available == dev.hbm_bytes
     assert cost.too_large and f"HBM needs {bytes_:,} bytes" in cost.too_large and "68,719,476,736" in cost.too_large
+    assert warnings(Priced(cost, "explicit"))[0] == f"warning: {cost.too_large}"
     assert estimate(HUGE, dev.replace(hbm_bytes=2.0 * bytes_), TileConfig(128, 128)).too_large is None
     assert estimate(ARTICLE, dev, TileConfig(128, 128)).too_large is None
 

@@ -61,7 +61,7 @@ def _checked(tile: TileConfig) -> TileConfig:
 
 def parse(text: str) -> TileConfig:
     """Read "128x512", also with " buffers=3", " lookahead=2", " heads_packed=8", " split_kv=4", " cores=8",
-    " unfused", " contiguous". Raises ValueError with the forms expected."""
+    " unfused", " round_robin". Raises ValueError with the forms expected."""
     first, *rest = text.split() or [""]
     size = re.fullmatch(r"(\d+)[xX](\d+)", first)
     fields: dict[str, Any] = {}
