@@ -1,4 +1,4 @@
-"""What is asked: the shape of one attention call, and its exact arithmetic.
+"""What is asked: the shape of one call (attention, a matmul, a softmax), and its exact arithmetic.
 
 Everything here is a plain integer; nothing depends on a device or a tile.
 """
@@ -57,6 +57,10 @@ class AttentionShape:
     window: tuple[int | None, int | None] | None = None
     softcap: bool = False
     v_in_k: bool = False
+
+    #: What is priced: for the model, and in words.
+    kind = "attention"
+    operation = "flash_attention"
 
     def __post_init__(self):
         for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
@@ -172,6 +176,137 @@ class AttentionShape:
         parts += [f"{n}{w}" for n, w in zip(_SIDES, self.window or (None, None), strict=True) if w is not None]
         flags = [name for name in _FLAGS if getattr(self, name)]
         return " ".join([*parts, self.dtype, *flags, *filter(None, [self.mask])])
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulShape:
+    """`batch` products C = A B of their own: A [m, k], B [k, n], C [m, n], all of one dtype.
+
+    Raises ValueError (expected, got) for a size that is no positive integer and for an unknown dtype.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "float16"
+
+    kind = operation = "matmul"
+
+    def __post_init__(self):
+        _check_sizes(self, ("m", "n", "k", "batch"))
+
+    @classmethod
+    def parse(cls, text: str) -> MatmulShape:
+        """Read the short form "M4096,N4096,K512" (also B8 and a dtype). Raises ValueError that names what it cannot."""
+        short = {"M": "m", "N": "n", "K": "k", "B": "batch"}
+        return cls(**_parts(text, short, "'M4096,N4096,K512' (also B8, float32)"))
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds, each two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of A, B and C, each moved once."""
+        return self.element_bytes * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    @property
+    def label(self) -> str:
+        """The short form, as `parse` reads it but with spaces: "M4096 N4096 K512 float16"."""
+        return " ".join([*[f"B{self.batch}"] * (self.batch > 1), f"M{self.m}", f"N{self.n}", f"K{self.k}", self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxShape:
+    """Softmax over the last axis of x [rows, cols]; the result has x's dtype.
+
+    Raises ValueError (expected, got) for a size that is no positive integer and for an unknown dtype.
+    """
+
+    rows: int
+    cols: int
+    dtype: str = "float16"
+
+    kind = operation = "softmax"
+
+    def __post_init__(self):
+        _check_sizes(self, ("rows", "cols"))
+
+    @classmethod
+    def parse(cls, text: str) -> SoftmaxShape:
+        """Read the short form "R4096,C4096" (also a dtype). Raises ValueError that names what it cannot."""
+        return cls(**_parts(text, {"R": "rows", "C": "cols"}, "'R4096,C4096' (also float32)"))
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """None of a matrix unit."""
+        return 0
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of x and of the result."""
+        return 2 * self.element_bytes * self.rows * self.cols
+
+    @property
+    def label(self) -> str:
+        """The short form, as `parse` reads it but with a space: "R4096 C4096 float16"."""
+        return f"R{self.rows} C{self.cols} {self.dtype}"
+
+
+#: Anything that has a price.
+Shape = AttentionShape | MatmulShape | SoftmaxShape
+
+
+def parse(text: str) -> Shape:
+    """Read a short form: a matmul has an M or a K, a softmax an R or a C, all others are attention.
+
+    Raises ValueError that names the part it cannot read, and the form it expects.
+    """
+    names = {name.upper() for name in re.findall(r"(?<![A-Za-z])([A-Za-z]+)\d+", text)}
+    if names & {"M", "K"}:
+        return MatmulShape.parse(text)
+    return SoftmaxShape.parse(text) if names & {"R", "C"} else AttentionShape.parse(text)
+
+
+def _check_sizes(shape, names: tuple[str, ...]):
+    for name in names:
+        object.__setattr__(shape, name, _positive(name, getattr(shape, name)))
+    if shape.dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {shape.dtype!r}")
+
+
+def _parts(text: str, short: dict[str, str], form: str) -> dict:
+    """The fields of a short form, by name."""
+    found: dict = {}
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f"shape: expected a form like {form}, got {text!r}: {why}")
+
+    for part in filter(None, re.split(r"[,\s]+", text.strip())):
+        match = re.fullmatch(r"([A-Za-z]+)(\d+)", part)
+        if part.lower() in DTYPE_BYTES:
+            name, value = "dtype", part.lower()
+        elif match and match[1].upper() in short:
+            name, value = short[match[1].upper()], int(match[2])
+        else:
+            raise refused(f"cannot read {part!r}")
+        if name in found:
+            raise refused(f"{name} is given twice")
+        found[name] = value
+    missing = [letter for letter, name in short.items() if name not in found and name != "batch"]
+    if missing:
+        raise refused(f"{', '.join(missing)} missing")
+    return found
 
 
 def _positive(name: str, value) -> int:

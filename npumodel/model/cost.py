@@ -9,6 +9,7 @@ them side by side.
 
 from __future__ import annotations
 
+import dataclasses
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from .durations import TimeConstants, Work, combine, measure, miss_share, work
 from .graph import Kernel, compile_graph
 from .pipeline import TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
-from .tiling import Blocks, Problem, Traffic
+from .tiling import AnyProblem, AnyTile, Blocks, Problem, Traffic
 
 #: How to compile a gradient of `price`. XLA on CPU copies cheap operations into each of their consumers, and the
 #: backward pass of the schedule is nothing but those: without this it is 7 times slower, and compiles 3 times longer.
@@ -69,24 +70,29 @@ class Price(NamedTuple):
     kernels: tuple[KernelPrice, ...]
 
 
-def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options: Options, temperature=0.0) -> Price:
+def price(t: TimeConstants, p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options, temperature=0.0) -> Price:
     """Price a call. Differentiable in `t` (homogeneous of degree 1), in the tile and in the capacities of `d`.
+
+    A MatmulProblem goes with a MatmulTile, a SoftmaxProblem with a SoftmaxTile, else ValueError.
 
     temperature: a plain 0 = exact; above it counts are relaxed and the discrete knobs are blended.
     """
-    graph = compile_graph(options.masked, tile.fusion)
+    p, tile = tiling.lowered(p, tile, d, temperature)
+    graph = compile_graph(options.masked, tile.fusion, p.kind)
     kernels = tuple(_price_kernel(kernel, t, p, tile, d, options, temperature) for kernel in graph.kernels)
     return Price(sum(k.launch + k.core for k in kernels), kernels)
 
 
 class Parts(NamedTuple):
     """One kernel, cut and timed: everything that the schedule starts from. corners [4]: one step's work for full rows
-    and full columns, full and ragged, ragged and full, ragged and ragged; feet: bytes needed per buffer."""
+    and full columns, full and ragged, ragged and full, ragged and ragged; narrow: the same of the last head, where its
+    v_head_dim differs; feet: bytes needed per buffer."""
 
     table: StageTable
     blocks: Blocks
     traffic: Traffic
     corners: Work
+    narrow: Work | None
     feet: dict
 
 
@@ -100,21 +106,34 @@ def parts(
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
     x = tiling.share_of_chip(p, tile, d, b, feet["L1"], kernel.kinds, temperature)
 
-    def corner(rows, cols) -> Work:
-        fused = len(kernel.ops) > 1
-        return work(table, t, p, d, x, measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature))
+    def corners_of(p: Problem) -> Work:
+        def corner(rows, cols) -> Work:
+            fused = len(kernel.ops) > 1
+            return work(table, t, p, d, x, measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature))
+
+        return jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
 
     rows, tail_rows, cols, tail_cols = jnp.broadcast_arrays(b.rows, b.tail_rows, b.cols, b.tail_cols)
-    corners = jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
-    return Parts(table, b, x, corners, feet)
+    narrow = None if p.v_tail is None else corners_of(dataclasses.replace(p, v_head_dim=p.v_tail))
+    return Parts(table, b, x, corners_of(p), narrow, feet)
 
 
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
-    table, b, x, corners, feet = parts(kernel, t, p, tile, d, o, temperature)
+    table, b, x, corners, narrow, feet = parts(kernel, t, p, tile, d, o, temperature)
     per_head = b.q_blocks * b.parts
     heads = floor_div(x.waves, per_head, temperature)  # that the busiest core works through
     left = jnp.maximum(x.waves - heads * per_head, 0.0)
-    head = _head_times(table, corners.seconds, b, left, tile, t.sync, o, temperature)
+    if narrow is None:
+        head = _head_times(table, corners.seconds, b, left, tile, t.sync, o, temperature)
+        whole, heaviest = _plus(head.rest, head.total, heads), head.heaviest
+    else:
+        both = jax.tree.map(lambda *x: jnp.stack(x), corners.seconds, narrow.seconds)
+        heads_of = jax.vmap(lambda seconds: _head_times(table, seconds, b, left, tile, t.sync, o, temperature))(both)
+        head, last = (jax.tree.map(itemgetter(i), heads_of) for i in (0, 1))
+        whole, heaviest = _full_first(head, last, heads, x.stacks - p.batch), head.heaviest
+        share = p.batch / x.stacks  # of the heads that are last ones
+        head = _mean(head, last, share)
+        corners = jax.vmap(lambda one, other: _mean(one, other, share))(corners, narrow)
     combined = combine(t, p, d, x, b.parts, temperature)
     per_core = x.waves / per_head
     runs = _runs(table, b)
@@ -123,7 +142,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
     hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
     partials, _, joined = combined.bytes.values()
-    busiest = _longer(_plus(head.rest, head.total, heads), head.heaviest)
+    busiest = _longer(whole, heaviest)
     joining = sum(combined.seconds.values())
     return KernelPrice(
         launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
@@ -241,6 +260,18 @@ def _tasks_of_a_head(
     to_the_end = _plus(_none(whole), whole, gate(b.reach_end - 1))
     heaviest = _longer(_longer(at_steps(every, most), ragged), to_the_end)
     return _Head(total, rest, heaviest)
+
+
+def _full_first(full: _Head, last: _Head, heads, count) -> TaskTimes:
+    """`heads` whole heads and the rest of one, by a core that does full heads as long as there are any (`count`)."""
+    mine = jnp.minimum(heads, count)
+    rest = _mean(last.rest, full.rest, gate(count - heads))
+    return _plus(_plus(rest, full.total, mine), last.total, heads - mine)
+
+
+def _mean(x, y, share):
+    """x and y, y with this share."""
+    return jax.tree.map(lambda a, b: a + share * (b - a), x, y)
 
 
 def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, gate
 from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
-from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth
+from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth, read_again
 
 #: Vector passes over the scores: (elements at the add rate, at the reduce rate, at the exp rate) per score.
 #: Online softmax: scale, subtract max, cast; row max, row sum; exp.
 SOFTMAX_PASSES = (3, 2, 1)
-#: Softmax as its own kernel reads S twice: max and sum first (scale, subtract; max, sum; exp), then the probabilities
-#: (scale, subtract, divide by the sum, cast; exp).
-SOFTMAX_ALONE_PASSES = (6, 2, 2)
+#: Softmax as its own kernel: scale or cast, subtract; max, sum; exp; divide by the sum (assumed: times its reciprocal,
+#: one value a row), cast. Where it reads S twice, first for max and sum, then for the probabilities, it scales,
+#: subtracts and takes the exp once more.
+SOFTMAX_ALONE_PASSES = (4, 2, 1)
+SOFTMAX_AGAIN_PASSES = (2, 0, 1)
 #: Applying a mask: cast or select, then add.
 MASK_PASSES = (2, 0, 0)
 #: Rescaling the accumulator: multiply by alpha; add the partial, a two-source op, which the bank conflict makes as
@@ -148,7 +150,8 @@ class Block(NamedTuple):
     """One step's work: `rows` query rows (of all packed heads) by `cols` keys, cut into pieces.
 
     unit_rows: rows of one of the `units` vector units; score_tiles, out_tiles: vector tiles of a unit's share; parts:
-    tasks that share one q block; fused: whether other ops share the kernel.
+    tasks that share one q block; fused: whether other ops share the kernel; again: 1 where softmax as its own kernel
+    reads S twice, else 0.
     """
 
     rows: Size
@@ -161,6 +164,7 @@ class Block(NamedTuple):
     out_tiles: Any
     parts: Any
     fused: bool
+    again: Any
 
     @property
     def scores(self):
@@ -186,7 +190,11 @@ def work(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traf
 
 
 def measure(p: Problem, d: DeviceSpec, rows, cols, parts, fused: bool, temperature=0.0) -> Block:
-    """Count the pieces of a block of `rows` x `cols`."""
+    """Count the pieces of a block of `rows` x `cols`. A softmax that is all of the call comes transposed, and a vector
+    pass of it may be a single row."""
+    again = 1.0
+    if p.kind == "softmax":
+        rows, cols, again = cols, rows, read_again(p, temperature)
     k_fractal, k_block = 32 / p.element_bytes, l0_depth(d, p.element_bytes)
 
     def size(length) -> Size:
@@ -198,11 +206,12 @@ def measure(p: Problem, d: DeviceSpec, rows, cols, parts, fused: bool, temperatu
 
     row, col, v_head = size(rows), size(cols), size(p.v_head_dim)
     unit_rows = ceil_div(rows, d.vector_cores_per_cube, temperature)
-    tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * cols)
+    least = MIN_VECTOR_ROWS * cols if p.piece is None else p.piece
+    tile = jnp.maximum(d.vector_tile_bytes, ACC_BYTES * least)
     score_tiles = ceil_div(unit_rows * col.vector * ACC_BYTES, tile, temperature)
     out_tiles = ceil_div(unit_rows * v_head.vector * ACC_BYTES, d.vector_tile_bytes, temperature)
     units = d.vector_cores_per_cube
-    return Block(row, col, size(p.head_dim), v_head, units, unit_rows, score_tiles, out_tiles, parts, fused)
+    return Block(row, col, size(p.head_dim), v_head, units, unit_rows, score_tiles, out_tiles, parts, fused, again)
 
 
 def _seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
@@ -245,6 +254,7 @@ _PASSES = {
     "finalize": FINALIZE_PASSES,
     "drain_s": DRAIN_PASSES,
     "drain_o": DRAIN_PASSES,
+    "drain_c": DRAIN_PASSES,
 }
 
 
@@ -252,29 +262,35 @@ def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Proble
     """Vector passes over a unit's share of the block, a vector tile at a time; each pass is one instruction a tile."""
     outputs = stage.tensor in ("o", "o_final")
     elements = b.unit_rows * (b.v_head_dim.vector if outputs else b.cols.vector)
-    passes = SOFTMAX_ALONE_PASSES if stage.name == "softmax" and not b.fused else _PASSES[stage.name]
-    add, reduce, exp = passes
     tiles = b.out_tiles if outputs else b.score_tiles
-    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp) + sum(passes) * tiles * t.vector_instr
+
+    def run(passes, times=1.0):
+        add, reduce, exp = passes
+        rates = add * t.vector + reduce * t.reduce + exp * t.exp
+        return times * (elements * rates + sum(passes) * tiles * t.vector_instr)
+
+    if stage.name == "softmax" and not b.fused:
+        seconds = run(SOFTMAX_ALONE_PASSES) + run(SOFTMAX_AGAIN_PASSES, b.again)
+    else:
+        seconds = run(_PASSES[stage.name])
     if stage.name == "softmax":
-        add, _, exp = SOFTCAP_PASSES
-        cap = elements * (add * t.vector + exp * t.exp) + (add + exp) * tiles * t.vector_instr
-        seconds = seconds + p.softcap * cap
+        seconds = seconds + run(SOFTCAP_PASSES, p.softcap)
     if stage.name == "softmax":  # new maximum, its exp, the running sum: a few ops on one value a row
         seconds = seconds + b.unit_rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
-    fills_ub = table.arch == "coupled" and any(w in ("qk_matmul", "pv_matmul") for w in stage.waits)
-    return seconds + elements * ACC_BYTES * t.l0c_ub if fills_ub else seconds
+    fills = sum(table.stage(name).action == "matmul" for name in stage.waits) if table.arch == "coupled" else 0
+    return seconds + fills * elements * ACC_BYTES * t.l0c_ub if fills else seconds
 
 
 def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
     e = p.element_bytes
     q, k, v = b.rows.length * p.head_dim * e, b.cols.length * p.head_dim * e, b.cols.length * p.v_head_dim * e
-    reads = 2 if stage.op == "softmax" and stage.name == "load_s" and not b.fused else 1
+    reads = 1 + b.again if stage.op == "softmax" and not b.fused else 1
+    score_bytes = e if p.kind == "softmax" else ACC_BYTES
     size = {
         "q": q,
         "k": k + x.spill * (q + k),  # what does not fit in L1 is fetched again every step: Q and K for QK^T,
         "v": p.v_loads * v + x.spill * (v + b.scores * e),  # V and P for PV
-        "s": reads * b.scores * ACC_BYTES,
+        "s": reads * b.scores * score_bytes,
         "p": b.scores * e,
         "mask": b.scores * p.mask_bytes,
         "o": b.rows.length * p.v_head_dim * ACC_BYTES,
@@ -301,6 +317,7 @@ def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: 
     if stage.action not in GM_PATHS:
         return moved * getattr(t, stage.action)
     bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "mask") else 1.0
+    bursts = bursts * (1 + b.again) if p.kind == "softmax" and stage.tensor == "s" else bursts
     bursts = bursts * p.v_loads if stage.tensor == "v" else bursts
     return _gm_seconds(stage.action, moved, bursts, miss_share(stage, x), units, t, d, x)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..workload import AttentionShape
+from ..workload import AttentionShape, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,20 @@ _MASK = Op("mask", "Mask", "vector", ("s", "mask"), "s_masked")
 _SOFTMAX = Op("softmax", "Softmax", "vector", ("s",), "p")
 _PV = Op("pv", "MatMul(P,V)", "cube", ("p", "v"), "o")
 
+#: Graphs of one op that are no part of attention.
+_SINGLE = {
+    "matmul": Op("matmul", "MatMul", "cube", ("a", "b"), "c"),
+    "softmax": Op("row_softmax", "Softmax", "vector", ("x",), "y"),
+}
+
 #: Titles of the three ops that every call has, in order, and the unit that runs each (the article's names).
 STAGE_TITLES = (
     ("qk", "MatMul(Q,K)", "tensor_core"),
     ("softmax", "Softmax", "vector_core"),
     ("pv", "MatMul(P,V)", "tensor_core"),
 )
+#: Of the ops that only some calls have.
+OTHER_TITLES = (("mask", "Mask", "vector_core"), ("matmul", "MatMul", "tensor_core"))
 
 
 def lower() -> Graph:
@@ -117,11 +125,18 @@ def _joins(before: Op, after: Op, fusion: str) -> tuple[bool, str]:
     return True, f"joined, {barrier}"
 
 
-def compile_graph(masked: bool, fusion: str) -> Graph:
-    """The passes in order: lower, fold the mask, fuse."""
+def compile_graph(masked: bool, fusion: str, kind: str = "attention") -> Graph:
+    """The passes in order: lower, fold the mask, fuse. kind: see `tiling.Problem`."""
+    if kind in _SINGLE:
+        return Graph((Kernel((_SINGLE[kind],)),))
     return fuse(fold_mask(lower(), masked), fusion)
 
 
-def graph_of(shape: AttentionShape, fusion: str = "fused") -> Graph:
+def graph_of(shape: Shape, fusion: str = "fused") -> Graph:
     """The graph that a call of this shape runs as."""
-    return compile_graph(shape.mask is not None, fusion)
+    return compile_graph(masked(shape), fusion, shape.kind)
+
+
+def masked(shape: Shape) -> bool:
+    """Whether the call reads a mask tensor."""
+    return isinstance(shape, AttentionShape) and shape.mask is not None

@@ -27,7 +27,7 @@ VECTOR_PATHS = ("gm_ub", "ub_gm", "ub_l1", "l0c_ub")
 class Stage:
     """One row of a stage table.
 
-    op       the graph op that it serves: "qk" | "mask" | "softmax" | "pv"
+    op       the graph op that it serves: "qk" | "mask" | "softmax" | "pv" | "matmul"
     action   "matmul" | "vector", or the data path of a transfer: "gm_l1", "gm_ub", "ub_gm", "l0c_gm", "l0c_ub", "ub_l1"
     tensor   the tensor moved or made
     waits    stages of the same iteration that end before it starts
@@ -91,6 +91,7 @@ class StageTable:
 #: Slots of each buffer. K and V by the tile; P waits in L1 (coupled, direct) or in the workspace (split) for a back
 #: stage that lags by the lookahead; the rest is ping-pong (2), as the vendor's kernels do for L0C, UB and workspace.
 _DEPTHS = {"L1.K": "buffers", "L1.V": "buffers", "L1.P_ahead": "lookahead", "GM.P": "lookahead"}
+_DEPTHS |= {"L1.A": "buffers", "L1.B": "buffers"}
 _PING_PONG = 2
 
 
@@ -224,9 +225,30 @@ def _vector_alone(op: str, result: str):
     return stages
 
 
+def _matmul_alone(arch: str) -> tuple[Stage, ...]:
+    """C = A B as P V: the same stages by names of their own, A and B in as many slots as the tile has buffers."""
+    names = dict(load_p="load_a", load_v="load_b", pv_matmul="matmul", fixpipe_o="fixpipe_c", drain_o="drain_c")
+    names |= {"store_o": "store_c", "L1.P": "L1.A", "L1.V": "L1.B"}
+    return tuple(dataclasses.replace(_renamed(stage, names), op="matmul") for stage in _pv_alone(arch))
+
+
+def _softmax_alone(arch: str) -> tuple[Stage, ...]:
+    names = dict(load_s="load_x", store_p="store_y")
+    return tuple(_renamed(stage, names) for stage in _vector_alone("softmax", "p")(arch))
+
+
+def _renamed(stage: Stage, names: dict[str, str]) -> Stage:
+    """The stage with other names of stages and buffers."""
+    found = {field: getattr(stage, field) for field in ("name", "buffer", "freed_by")}
+    fields: dict = {field: names.get(name, name) for field, name in found.items()}
+    return dataclasses.replace(stage, **fields, waits=tuple(names.get(name, name) for name in stage.waits))
+
+
 _ALONE = {
     "qk": _qk_alone,
     "mask": _vector_alone("mask", "s"),
     "softmax": _vector_alone("softmax", "p"),
     "pv": _pv_alone,
+    "matmul": _matmul_alone,
+    "row_softmax": _softmax_alone,
 }

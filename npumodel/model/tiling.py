@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
-from ..relax import ceil_div, floor_div, floor_sum
-from ..tile import TileConfig
-from ..workload import AttentionShape
+from ..relax import ceil_div, floor_div, floor_sum, gate
+from ..tile import MatmulTile, SoftmaxTile, TileConfig
+from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 
 #: Side of one matrix fractal (vendor: load rows and columns in multiples of 16).
 FRACTAL = 16
@@ -35,6 +35,9 @@ class Problem:
                 where nothing is cut off
     v_loads     1, or 0 where V is a view of K and is never moved on its own
     softcap     1 or 0
+    kind        "attention"; "matmul", "softmax": what `lowered` makes of those
+    v_tail      v_head_dim of the last head, where that differs (matmul)
+    piece       columns of a row that a vector pass works on at once (softmax)
     """
 
     batch: Any
@@ -50,6 +53,9 @@ class Problem:
     mask_bytes: Any
     v_loads: Any
     softcap: Any
+    v_tail: Any = None
+    piece: Any = None
+    kind: str = dataclasses.field(default="attention", metadata={"static": True})
 
     @classmethod
     def of(cls, shape: AttentionShape) -> Problem:
@@ -59,6 +65,67 @@ class Problem:
             v_loads=float(not shape.v_in_k),
             softcap=float(shape.softcap),
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatmulProblem:
+    """A MatmulShape as reals."""
+
+    batch: Any
+    m: Any
+    n: Any
+    k: Any
+    element_bytes: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SoftmaxProblem:
+    """A SoftmaxShape as reals."""
+
+    rows: Any
+    cols: Any
+    element_bytes: Any
+
+
+#: Anything that `cost.price` takes, and the tile that goes with it.
+AnyProblem = Problem | MatmulProblem | SoftmaxProblem
+AnyTile = TileConfig | MatmulTile | SoftmaxTile
+
+
+def problem_of(shape: Shape) -> AnyProblem:
+    """A shape as reals."""
+    if isinstance(shape, MatmulShape):
+        return MatmulProblem(*map(float, (shape.batch, shape.m, shape.n, shape.k, shape.element_bytes)))
+    if isinstance(shape, SoftmaxShape):
+        return SoftmaxProblem(*map(float, (shape.rows, shape.cols, shape.element_bytes)))
+    return Problem.of(shape)
+
+
+def lowered(p: AnyProblem, tile: AnyTile, d: DeviceSpec, temperature=0.0) -> tuple[Problem, TileConfig]:
+    """A call and its tile as attention's kernels see them.
+
+    A matmul is P V on its own: A is P [m, k], a column block of B and of C is V [k, block_n] and O [m, block_n] of a
+    head, so that there are ceil(n / block_n) heads, the last one ragged. A softmax is that of S on its own, transposed:
+    the steps go along its rows, and a core's rows are a head; if the cores cannot share them evenly, the last head has
+    fewer rows, and the number of heads is a fraction.
+    """
+    if isinstance(p, MatmulProblem) and isinstance(tile, MatmulTile):
+        width = jnp.minimum(tile.block_n, p.n)
+        heads = ceil_div(p.n, width, temperature)
+        tail = jnp.clip(p.n - (heads - 1) * width, 0.0, width)
+        sizes = (p.batch, heads, heads, p.m, p.k, 0.0, width, -p.m, p.k, p.element_bytes)
+        as_pv = Problem(*sizes, 0.0, 1.0, 0.0, v_tail=tail, kind="matmul")
+        return as_pv, TileConfig(tile.block_m, tile.block_k, tile.buffers, 0)
+    if isinstance(p, SoftmaxProblem) and isinstance(tile, SoftmaxTile):
+        rows = ceil_div(p.rows, jnp.minimum(d.cube_cores, p.rows), temperature)
+        sizes = (1.0, p.rows / rows, 1.0, p.cols, rows, 0.0, 0.0, -p.cols, rows, p.element_bytes)
+        piece = jnp.minimum(tile.block_cols, p.cols)
+        return Problem(*sizes, 0.0, 1.0, 0.0, piece=piece, kind="softmax"), TileConfig(p.cols, tile.block_rows, 2, 0)
+    if isinstance(p, Problem) and isinstance(tile, TileConfig):
+        return p, tile
+    raise ValueError(f"tile: expected the kind that goes with a {type(p).__name__}, got a {type(tile).__name__}")
 
 
 #: Tasks of a head that the schedule looks at one by one; of more, the middles of this many equal ranges.
@@ -205,6 +272,10 @@ def share_of_chip(
     read back at once, then K and V of the heads in flight (those that a window has left behind are not); what fits is
     read from HBM once, the rest every time. What lies between two kernels finds room in what is left.
     """
+    if p.kind == "matmul":
+        return _share_of_matmul(p, d, b, l1_bytes, temperature)
+    if p.kind == "softmax":
+        return _share_of_softmax(p, d, b, temperature)
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
     active = jnp.minimum(d.cube_cores, tasks)
@@ -235,6 +306,60 @@ def share_of_chip(
     )
 
 
+def _share_of_matmul(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, temperature) -> Traffic:
+    """A is "p", B is "v". Assumed: blocks of C are dealt out to the cores column block by column block. The L2 holds
+    the columns of B that the cores work on, then A. Of both, what fits is read from HBM once; the rest of B for every
+    row block, the rest of A for every group of column blocks that are worked on side by side."""
+    stacks = p.batch * p.q_heads
+    tasks = stacks * b.q_blocks
+    active = jnp.minimum(d.cube_cores, tasks)
+    waves = ceil_div(tasks, d.cube_cores, temperature)
+    beside = jnp.clip(active / b.q_blocks, 1.0, stacks)
+    columns = beside * p.kv_len * p.v_head_dim * p.element_bytes
+    rows = jnp.maximum(beside / p.q_heads, 1.0) * p.q_len * p.kv_len * p.element_bytes  # A of every product in flight
+    b_kept = jnp.minimum(1.0, d.l2_bytes / columns)
+    a_kept = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - columns, 0.0) / rows)
+    groups = jnp.maximum(p.q_heads / beside, 1.0)
+    one = jnp.ones_like(rows)
+    return Traffic(
+        stacks * one,
+        active,
+        tasks,
+        waves=waves,
+        sharing=tasks / waves,
+        kv_miss=(1 + (b.q_blocks - 1) * (1 - b_kept)) / b.q_blocks,
+        s_miss=one,
+        p_miss=(1 + (groups - 1) * (1 - a_kept)) / p.q_heads,
+        o_miss=one,
+        spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
+    )
+
+
+def _share_of_softmax(p: Problem, d: DeviceSpec, b: Blocks, temperature) -> Traffic:
+    """Everything crosses HBM once; rows that are read twice come from there again as far as the L2 cannot hold the
+    rows that the cores work on."""
+    tasks = ceil_div(p.q_heads, 1.0, temperature)
+    one, again = jnp.ones_like(tasks + b.cols), read_again(p, temperature)
+    kept = jnp.minimum(1.0, d.l2_bytes / (tasks * b.cols * p.q_len * p.element_bytes))
+    return Traffic(
+        p.q_heads * one,
+        tasks * one,
+        tasks * one,
+        waves=one,
+        sharing=tasks * one,
+        kv_miss=one,
+        s_miss=(1 + again * (1 - kept)) / (1 + again),
+        p_miss=one,
+        o_miss=one,
+        spill=0 * one,
+    )
+
+
+def read_again(p: Problem, temperature=0.0):
+    """1 where a softmax that is all of the call reads its rows twice, since a vector pass cannot hold one; else 0."""
+    return gate(ceil_div(p.q_len, p.piece, temperature) - 1)
+
+
 def kv_rows(b: Blocks):
     """Rows of K (and of V) that all tasks of a head read."""
     return (b.steps - b.reach_end) * b.cols + b.reach_end * b.tail_cols
@@ -242,6 +367,10 @@ def kv_rows(b: Blocks):
 
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
     """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit)."""
+    if p.kind == "matmul":
+        return _matmul_footprints(p, tile, d, b)
+    if p.kind == "softmax":
+        return _softmax_footprints(p, d, b)
     e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
     q, k, v = all_rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * p.v_loads * e
     slots_p = 2 if split or len(kinds) == 1 else tile.lookahead + 1
@@ -269,6 +398,28 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
         "L0C": _largest([2 * m0 * width * ACC_BYTES for _, width in cube], zero),
         "UB": ub if set(kinds) & {"mask", "softmax"} else zero,
     }
+
+
+def _matmul_footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks) -> dict:
+    """The block of C stays in L0C over all steps; a coupled core takes it out through UB, a vector tile at a time."""
+    e, k = p.element_bytes, jnp.minimum(b.cols, l0_depth(d, p.element_bytes))
+    out = b.rows * p.v_head_dim * ACC_BYTES
+    return {
+        "L1": tile.buffers * b.cols * (b.rows + p.v_head_dim) * e,
+        "L0A": 2 * jnp.minimum(b.rows, L0_BLOCK) * k * e,
+        "L0B": 2 * jnp.minimum(p.v_head_dim, L0_BLOCK) * k * e,
+        "L0C": out,
+        "UB": jnp.minimum(out, d.vector_tile_bytes) * (1 + e / ACC_BYTES) * (d.arch == "coupled"),
+    }
+
+
+def _softmax_footprints(p: Problem, d: DeviceSpec, b: Blocks) -> dict:
+    """Of one vector pass: the input and the result, two slots each, and the scores in float32 (assumed: one copy);
+    where a row comes in several pieces, also its maximum and sum, 32 bytes each."""
+    rows, row = jnp.maximum(b.cols / d.vector_cores_per_cube, 1.0), p.piece * ACC_BYTES
+    scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * row), row)
+    kept = read_again(p) * 2 * MIN_VECTOR_ROWS * ACC_BYTES * rows
+    return dict.fromkeys(("L1", "L0A", "L0B", "L0C"), 0 * kept) | {"UB": scores * (1 + p.element_bytes) + kept}
 
 
 def _largest(values, zero):
