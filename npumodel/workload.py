@@ -1,4 +1,4 @@
-"""What is asked: the shape of one call (attention, a matmul, a softmax), and its exact arithmetic.
+"""What is asked: the shape of one call (attention, its backward pass, a matmul, a softmax), and its exact arithmetic.
 
 Everything here is a plain integer; nothing depends on a device or a tile.
 """
@@ -25,7 +25,7 @@ _SHORT = {
 }
 #: Short forms of the two sides of a window.
 _SIDES = {"WL": 0, "WR": 1}
-_FLAGS = ("causal", "softcap", "v_in_k")
+_FLAGS = ("causal", "softcap", "v_in_k", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,8 @@ class AttentionShape:
     i + kv_len - q_len; None (on either side) is no limit. `softcap`: whether the scores are capped by a tanh.
     `mask` says which mask tensor is read, if any: None, "bool" or "additive".
     `v_in_k`: V is the first v_head_dim columns of K (absorbed MLA) and is not moved on its own.
+    `backward`: not the call but its gradient: dq, dk and dv from q, k, v, the output, its gradient do, and the row
+    maxima and sums that the forward pass kept (for the price; `flash_attention` executes both passes by itself).
 
     Raises ValueError (expected, got, cure) for a size that is no positive integer, for heads that do not
     divide, and for an unknown dtype or mask.
@@ -57,10 +59,7 @@ class AttentionShape:
     window: tuple[int | None, int | None] | None = None
     softcap: bool = False
     v_in_k: bool = False
-
-    #: What is priced: for the model, and in words.
-    kind = "attention"
-    operation = "flash_attention"
+    backward: bool = False
 
     def __post_init__(self):
         for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
@@ -84,10 +83,23 @@ class AttentionShape:
             raise ValueError(
                 f"v_in_k: expected v_head_dim <= head_dim={self.head_dim} (V is a part of K), got {self.v_head_dim}"
             )
+        if self.v_in_k and self.backward:
+            raise ValueError("backward: expected a call without v_in_k, got v_in_k=True; no stage adds dV to dK")
+
+    @property
+    def kind(self) -> str:
+        """What the model prices: "attention" or "backward"."""
+        return "backward" if self.backward else "attention"
+
+    @property
+    def operation(self) -> str:
+        """The same in words."""
+        return "flash_attention" + "_backward" * self.backward
 
     @classmethod
     def parse(cls, text: str, **fields) -> AttentionShape:
-        """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "bool", "additive").
+        """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "backward", "bool",
+        "additive").
 
         Raises ValueError that names the part it cannot read, and the form it expects.
         """
@@ -153,12 +165,18 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of both products over the valid pairs, each two: 2 * pairs * (head_dim + v_head_dim)."""
-        return 2 * self.valid_pairs * (self.head_dim + self.v_head_dim)
+        """Multiply-adds of the products over the valid pairs, each two: Q K^T and P V; backward Q K^T again, dO V^T,
+        P^T dO, dS^T Q and dS K."""
+        over_head, over_v_head = (3, 2) if self.backward else (1, 1)
+        return 2 * self.valid_pairs * (over_head * self.head_dim + over_v_head * self.v_head_dim)
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of q, k, v and o, each moved once: no schedule can move fewer."""
+        """Bytes of q, k, v and o, each moved once: no schedule can move fewer. Backward: of do, dq, dk and dv too; for
+        keys that no query sees the last two are zeros. Row maxima and sums are not counted."""
+        if self.backward:
+            rows = 2 * self.q_heads * self.q_len + self.kv_heads * (self.seen_keys + self.kv_len)
+            return self.element_bytes * self.batch * rows * (self.head_dim + self.v_head_dim)
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
         kv_row = self.head_dim + self.v_head_dim * (not self.v_in_k)
         kv_side = self.batch * self.kv_heads * self.seen_keys * kv_row
@@ -332,5 +350,5 @@ def _window(window) -> tuple[int | None, int | None] | None:
 
 
 def _form(text: str, what: str) -> str:
-    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k)"
+    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k, backward)"
     return f"shape: expected a form like {forms}, got {text!r}: {what}"

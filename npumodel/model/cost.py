@@ -20,7 +20,7 @@ from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, gate
 from ..tile import TileConfig
 from . import tiling
-from .durations import TimeConstants, Work, combine, measure, miss_share, work
+from .durations import TimeConstants, Work, measure, miss_share, once, work
 from .graph import Kernel, compile_graph
 from .pipeline import TRANSIENT, TaskTimes, at_steps, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
@@ -44,9 +44,9 @@ class Options(NamedTuple):
 
 class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
-    whole call; `combine`: joining the parts of split keys, at the end. serial: as `core`, with nothing beside anything
-    else. hbm_seconds: what the memory needs for the kernel's bytes; loads and stores of a core run side by side, but no
-    core is done before the memory is."""
+    whole call; `combine`: what all cores do together once, such as joining the parts of split keys at the end. serial:
+    as `core`, with nothing beside anything else. hbm_seconds: what the memory needs for the kernel's bytes; loads and
+    stores of a core run side by side, but no core is done before the memory is."""
 
     launch: Any
     core: Any
@@ -134,14 +134,13 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         share = p.batch / x.stacks  # of the heads that are last ones
         head = _mean(head, last, share)
         corners = jax.vmap(lambda one, other: _mean(one, other, share))(corners, narrow)
-    combined = combine(t, p, d, x, b.parts, temperature)
+    combined, combined_hbm = once(t, p, d, x, b.parts, temperature)
     per_core = x.waves / per_head
     runs = _runs(table, b)
     busy = {name: per_core * (runs[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
     moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
     hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
-    partials, _, joined = combined.bytes.values()
     busiest = _longer(whole, heaviest)
     joining = sum(combined.seconds.values())
     return KernelPrice(
@@ -152,7 +151,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         wait={name: per_core * wait for name, wait in head.total.wait.items()},
         bytes=moved,
         combine=combined,
-        hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
+        hbm_bytes=hbm_bytes + combined_hbm,
         hbm_seconds=hbm_bytes * t.hbm,
         l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),

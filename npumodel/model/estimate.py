@@ -17,7 +17,7 @@ from ..tile import MatmulTile, SoftmaxTile, TileConfig
 from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 from . import tiling
 from .cost import GRADIENT_OPTIONS, KernelPrice, Options, Price, price
-from .durations import COMBINE, TimeConstants, time_constants
+from .durations import AFTER, BEFORE, COMBINE, TimeConstants, time_constants
 from .graph import OTHER_TITLES, STAGE_TITLES, compile_graph, graph_of, masked
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import AnyProblem, AnyTile
@@ -201,10 +201,13 @@ def footprints(shape: Shape, device: DeviceSpec, tile: AnyTile) -> tuple[Footpri
 
 def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
-    heads that do not divide.
+    heads that do not divide. Backward: one for every knob that it does not have; the buffers then go unchecked.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
+    problems = _knobs_without_backward(tile) if isinstance(shape, AttentionShape) and shape.backward else []
+    if problems:
+        return problems
     feet = footprints(shape, device, tile)
     problems = [
         f"{f.buffer} needs {f.needed:,.0f} bytes, there are {f.available:,.0f}"
@@ -219,12 +222,23 @@ def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     return problems
 
 
+def _knobs_without_backward(tile: AnyTile) -> list[str]:
+    wanted = {"fusion": "fused", "heads_packed": 1, "split_kv": 1}
+    found = {name: getattr(tile, name, value) for name, value in wanted.items()}
+    return [
+        f"{name}: expected {value!r} for the backward pass, got {found[name]!r}"
+        for name, value in wanted.items()
+        if found[name] != value
+    ]
+
+
 def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
     graph = graph_of(shape, getattr(tile, "fusion", "fused"))
     tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
     pairs = list(zip(tables, result.kernels, strict=True))
     stages = tuple(stage for table, k in pairs for stage in (*_stages(table, k), *_combine_stages(device, tile, k)))
-    actions = {s.name: s.action for table in tables for s in table.stages} | {name: path for name, _, path in COMBINE}
+    actions = {s.name: s.action for table in tables for s in table.stages}
+    actions |= {name: path for name, _, path in (*COMBINE, *BEFORE, *AFTER)}
     traffic: dict[str, float] = {}
     for stage in stages:
         if actions[stage.name] not in ("matmul", "vector"):
@@ -276,13 +290,16 @@ def _stages(table: StageTable, k: KernelPrice) -> list[StageCost]:
 
 
 def _combine_stages(device: DeviceSpec, tile: AnyTile, k: KernelPrice) -> list[StageCost]:
-    """What joins the parts of split keys, if they are split; nothing runs beside it."""
-    if not isinstance(tile, TileConfig) or tile.split_kv == 1:
+    """What all cores do together once: joining the parts of split keys, if they are split, or what comes before and
+    after the tasks of a backward pass. Nothing runs beside it."""
+    backward = "delta" in k.combine.seconds
+    if not backward and (not isinstance(tile, TileConfig) or tile.split_kv == 1):
         return []
-    pipes = [pipe if pipe == "VECTOR" or device.arch == "coupled" else f"{pipe}.V" for _, pipe, _ in COMBINE]
+    chosen, op = (BEFORE + AFTER, "softmax_grad") if backward else (COMBINE, "softmax")
+    pipes = [pipe if pipe == "VECTOR" or device.arch == "coupled" else f"{pipe}.V" for _, pipe, _ in chosen]
     return [
-        StageCost(name, "softmax", pipe, float(k.combine.seconds[name]), 0.0, float(k.combine.bytes[name]))
-        for (name, _, _), pipe in zip(COMBINE, pipes, strict=True)
+        StageCost(name, op, pipe, float(k.combine.seconds[name]), 0.0, float(k.combine.bytes[name]))
+        for (name, _, _), pipe in zip(chosen, pipes, strict=True)
     ]
 
 

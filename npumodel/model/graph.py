@@ -13,7 +13,8 @@ from ..workload import AttentionShape, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One node: `kind` is "qk" | "mask" | "softmax" | "pv"; `unit` is "cube" or "vector"; tensors by name."""
+    """One node: `kind` is "qk" | "mask" | "softmax" | "pv", or an op of the graphs below; `unit` is "cube" or "vector";
+    tensors by name."""
 
     kind: str
     title: str
@@ -60,6 +61,17 @@ _SINGLE = {
     "softmax": Op("row_softmax", "Softmax", "vector", ("x",), "y"),
 }
 
+#: The backward pass, one kernel as the vendor's FlashAttentionScoreGrad is.
+_BACKWARD = (
+    _QK,
+    Op("dp", "MatMul(dO,V)", "cube", ("do", "v"), "dp"),
+    _MASK,
+    Op("softmax_grad", "SoftmaxGrad", "vector", ("s", "dp", "o", "do"), "ds"),
+    Op("dv", "MatMul(P,dO)", "cube", ("p", "do"), "dv"),
+    Op("dk", "MatMul(dS,Q)", "cube", ("ds", "q"), "dk"),
+    Op("dq", "MatMul(dS,K)", "cube", ("ds", "k"), "dq"),
+)
+
 #: Titles of the three ops that every call has, in order, and the unit that runs each (the article's names).
 STAGE_TITLES = (
     ("qk", "MatMul(Q,K)", "tensor_core"),
@@ -67,7 +79,11 @@ STAGE_TITLES = (
     ("pv", "MatMul(P,V)", "tensor_core"),
 )
 #: Of the ops that only some calls have.
-OTHER_TITLES = (("mask", "Mask", "vector_core"), ("matmul", "MatMul", "tensor_core"))
+OTHER_TITLES = (
+    ("mask", "Mask", "vector_core"),
+    ("matmul", "MatMul", "tensor_core"),
+    *((op.kind, op.title, f"{op.unit}_core".replace("cube", "tensor")) for op in _BACKWARD if op not in (_QK, _MASK)),
+)
 
 
 def lower() -> Graph:
@@ -126,7 +142,14 @@ def _joins(before: Op, after: Op, fusion: str) -> tuple[bool, str]:
 
 
 def compile_graph(masked: bool, fusion: str, kind: str = "attention") -> Graph:
-    """The passes in order: lower, fold the mask, fuse. kind: see `tiling.Problem`."""
+    """The passes in order: lower, fold the mask, fuse. kind: see `tiling.Problem`.
+
+    Raises ValueError for a backward pass in several kernels.
+    """
+    if kind == "backward":
+        if fusion != "fused":
+            raise ValueError(f"fusion: expected 'fused' for the backward pass, got {fusion!r}")
+        return Graph((Kernel(tuple(op for op in _BACKWARD if masked or op is not _MASK)),))
     if kind in _SINGLE:
         return Graph((Kernel((_SINGLE[kind],)),))
     return fuse(fold_mask(lower(), masked), fusion)

@@ -35,7 +35,7 @@ class Problem:
                 where nothing is cut off
     v_loads     1, or 0 where V is a view of K and is never moved on its own
     softcap     1 or 0
-    kind        "attention"; "matmul", "softmax": what `lowered` makes of those
+    kind        "attention", "backward" (of attention); "matmul", "softmax": what `lowered` makes of those
     v_tail      v_head_dim of the last head, where that differs (matmul)
     piece       columns of a row that a vector pass works on at once (softmax)
     """
@@ -64,6 +64,7 @@ class Problem:
             *map(float, (shape.head_dim, shape.v_head_dim, *shape.band, shape.element_bytes, shape.mask_bytes)),
             v_loads=float(not shape.v_in_k),
             softcap=float(shape.softcap),
+            kind=shape.kind,
         )
 
 
@@ -247,7 +248,9 @@ class Traffic(NamedTuple):
     waves       tasks of the busiest core
     sharing     cores at work at a time, in the mean: those that share HBM
     kv_miss     share of K and V bytes that come from HBM
-    s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2
+    s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2; backward: of S and dP, of
+                P and dS, and of the sums of dQ, dK and dV at the end
+    q_miss, dq_miss   share of the bytes of Q (dO alike) and of dQ that come from, or end up in, HBM
     spill       share of the L1 working set that does not fit and is fetched again every step
     """
 
@@ -261,6 +264,8 @@ class Traffic(NamedTuple):
     p_miss: Any
     o_miss: Any
     spill: Any
+    q_miss: Any = 1.0
+    dq_miss: Any = 1.0
 
 
 def share_of_chip(
@@ -271,6 +276,9 @@ def share_of_chip(
     Assumed (no source says how the L2 replaces lines): it holds the blocks that the cores hand to each other, which are
     read back at once, then K and V of the heads in flight (those that a window has left behind are not); what fits is
     read from HBM once, the rest every time. What lies between two kernels finds room in what is left.
+
+    Backward: the float32 sums of dK and dV lie beside K and V, and an atomic add costs HBM what a write does. A task's
+    Q, dO and dQ stay in L2. Of all sums, what fits is still there when they are cast at the end.
     """
     if p.kind == "matmul":
         return _share_of_matmul(p, d, b, l1_bytes, temperature)
@@ -283,7 +291,8 @@ def share_of_chip(
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
-    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * near
+    sums = near / row_bytes * (p.head_dim + p.v_head_dim) * ACC_BYTES if p.kind == "backward" else 0.0
+    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * (near + sums)
     workspace, between = workspace_bytes(p, tile, d, b, kinds)
     resident = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - workspace, 0.0) / in_flight)
     handed = jnp.minimum(1.0, d.l2_bytes / jnp.maximum(workspace, 1.0))
@@ -292,6 +301,10 @@ def share_of_chip(
     once = p.batch * p.kv_heads * seen
     asked = stacks * kv_rows(b) * row_bytes
     kv_bytes = once + jnp.maximum(asked - once, 0.0) * (1 - resident)
+    q_miss = dq_miss = jnp.ones_like(resident)
+    if p.kind == "backward":
+        dq_miss = jnp.minimum(1.0, p.q_len / ((b.steps - b.last_steps) * b.rows + b.last_steps * b.tail_rows))
+        q_miss = dq_miss if d.arch == "split" else q_miss
     return Traffic(
         stacks,
         active,
@@ -299,11 +312,19 @@ def share_of_chip(
         waves=waves,
         sharing=tasks / waves,
         kv_miss=jnp.minimum(kv_bytes / asked, 1.0),
-        s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) else between_miss,
-        p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) else between_miss,
-        o_miss=1 - handed,
+        s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) or p.kind == "backward" else between_miss,
+        p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) or p.kind == "backward" else between_miss,
+        o_miss=1 - (jnp.minimum(1.0, d.l2_bytes / sum_bytes(p)) if p.kind == "backward" else handed),
         spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
+        q_miss=q_miss,
+        dq_miss=dq_miss,
     )
+
+
+def sum_bytes(p: Problem):
+    """Bytes of the float32 sums of dQ, dK and dV."""
+    per_column = p.q_heads * p.q_len * p.head_dim + p.kv_heads * p.kv_len * (p.head_dim + p.v_head_dim)
+    return p.batch * per_column * ACC_BYTES
 
 
 def _share_of_matmul(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, temperature) -> Traffic:
@@ -371,6 +392,8 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
         return _matmul_footprints(p, tile, d, b)
     if p.kind == "softmax":
         return _softmax_footprints(p, d, b)
+    if p.kind == "backward":
+        return _backward_footprints(p, tile, d, b)
     e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
     q, k, v = all_rows * p.head_dim * e, b.cols * p.head_dim * e, b.cols * p.v_head_dim * p.v_loads * e
     slots_p = 2 if split or len(kinds) == 1 else tile.lookahead + 1
@@ -397,6 +420,35 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
         "L0B": _largest([2 * width * depth * e for depth, width in cube], zero),
         "L0C": _largest([2 * m0 * width * ACC_BYTES for _, width in cube], zero),
         "UB": ub if set(kinds) & {"mask", "softmax"} else zero,
+    }
+
+
+def _backward_footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks) -> dict:
+    """split: as the vendor's SameAB template, in which Q and dO share their room in L1 and K and V theirs, and P and dS
+    come in two panels as wide as a block of L0. Elsewhere as the stage table says. UB: two tiles of S and of dP, one of
+    P and of dS (float32: in place), and 32 bytes a row for the maximum, the sum and delta; on coupled cores a tile of
+    a gradient on its way out."""
+    e, heads = p.element_bytes, p.head_dim + p.v_head_dim
+    if d.arch == "split":
+        panel = jnp.minimum(L0_BLOCK, jnp.minimum(b.rows, b.cols)) * jnp.maximum(b.rows, b.cols)
+        l1 = (tile.buffers * (b.rows + b.cols) * jnp.maximum(p.head_dim, p.v_head_dim) + 2 * panel) * e
+    else:
+        keys = (tile.lookahead + 1) * p.head_dim + tile.buffers * p.v_head_dim
+        l1 = (b.rows * heads + b.cols * keys + (tile.lookahead + 1) * 2 * b.rows * b.cols) * e
+    rows = b.rows / d.vector_cores_per_cube
+    least = MIN_VECTOR_ROWS * b.cols * ACC_BYTES
+    tile_bytes = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), least)
+    copies = 4 + 2 * jnp.where(e < ACC_BYTES, e / ACC_BYTES, 0.0) + (d.arch == "coupled")
+    m, n = jnp.minimum(b.rows, L0_BLOCK), jnp.minimum(b.cols, L0_BLOCK)
+    qk, v = (jnp.minimum(x, L0_BLOCK) for x in (p.head_dim, p.v_head_dim))
+    products = ((m, n, p.head_dim), (m, n, p.v_head_dim), (n, v, b.rows), (n, qk, b.rows), (m, qk, b.cols))
+    k0, zero = l0_depth(d, e), jnp.zeros_like(l1 + rows)
+    return {
+        "L1": l1 + zero,
+        "L0A": _largest([2 * left * jnp.minimum(depth, k0) * e for left, _, depth in products], zero),
+        "L0B": _largest([2 * right * jnp.minimum(depth, k0) * e for _, right, depth in products], zero),
+        "L0C": _largest([2 * left * right * ACC_BYTES for left, right, _ in products], zero),
+        "UB": copies * tile_bytes + 3 * MIN_VECTOR_ROWS * ACC_BYTES * rows,
     }
 
 
@@ -446,7 +498,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     """(bytes in flight, bytes that lie between kernels) of scores, probabilities and partial outputs in global memory.
 
     In flight: blocks that the cores of one kernel hand to each other, gone as soon as they are read; between kernels:
-    all of S and P.
+    all of S and P. Backward: S and dP, two blocks each, whose room P and dS take over (as in the vendor's SameAB
+    template).
     """
     e = p.element_bytes
     zero, calls = jnp.zeros_like(b.rows + p.q_heads), p.batch * p.q_heads * p.q_len * p.kv_len
@@ -458,5 +511,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
         return zero, between
     all_rows = b.rows * tile.heads_packed
     active = jnp.minimum(d.cube_cores, p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
+    if p.kind == "backward":
+        more = jnp.maximum(tile.lookahead - 1, 0) * 2 * e
+        return active * all_rows * b.cols * (4 * ACC_BYTES + more), zero
     scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
     return active * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between

@@ -18,7 +18,7 @@ from ..tile import MAX_LOOKAHEAD, TileConfig
 from ..workload import AttentionShape
 from . import chrome
 from .cost import Options, parts
-from .durations import COMBINE, time_constants
+from .durations import AFTER, BEFORE, COMBINE, time_constants
 from .estimate import Cost, arguments, estimate, kv_blocks
 from .graph import compile_graph
 from .pipeline import knobs, trajectory
@@ -93,13 +93,15 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     cost = estimate(shape, device, tile)
     options = Options(shape.dtype, shape.mask is not None)
     args, events = arguments(shape, tile, device), []
-    kernels = compile_graph(options.masked, tile.fusion).kernels
+    kernels = compile_graph(options.masked, tile.fusion, shape.kind).kernels
     per_task = float(device.launch_per_task_s)
     clock, complete = 0.0, True
     tasks = list(_core_tasks(shape, tile, cost))
     for number, kernel in enumerate(kernels):
         table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
+        events += (before := _together(cost, BEFORE, -1, clock))
+        clock += sum(e.end - e.start for e in before)
         for task, work in enumerate(tasks):
             shown = min(work.steps, max(1, max_events // len(table.stages)))
             room = max_events * (number + 1) / len(kernels) - len(events)
@@ -111,7 +113,7 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
             runs = _task_events(args, options, tile, table, number, work, shown)
             events += [dataclasses.replace(e, task=task, start=e.start + clock, end=e.end + clock) for e in runs]
             clock += max((e.end for e in runs), default=0.0)
-    events += _combine_events(cost, len(tasks), clock) if complete else []
+    events += _together(cost, COMBINE + AFTER, len(tasks), clock) if complete else []
     return Timeline(cost, tuple(events), complete)
 
 
@@ -140,7 +142,7 @@ def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost) -> Iterator
 @partial(jax.jit, static_argnames=("options", "kernel", "slots"))
 def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Options, kernel: int, slots: int):
     t = time_constants(d, options.dtype)
-    cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
+    cut = parts(compile_graph(options.masked, tile.fusion, p.kind).kernels[kernel], t, p, tile, d, options)
     corner = 2 * work.ragged.astype(int)
     full, tail = ({n: x[corner + i * work.to_end.astype(int)] for n, x in cut.corners.seconds.items()} for i in (0, 1))
     moved = [{n: x[corner + i] for n, x in cut.corners.bytes.items()} for i in (0, 1)]
@@ -149,9 +151,9 @@ def _task(p: Problem, tile: TileConfig, d: DeviceSpec, work: _Work, options: Opt
     return full, tail, ends, waits, moved
 
 
-def _combine_events(cost: Cost, task: int, clock: float) -> list[Event]:
-    """Joining the parts of split keys, one stage after the other."""
-    names, events = [name for name, _, _ in COMBINE], []
+def _together(cost: Cost, stages, task: int, clock: float) -> list[Event]:
+    """What all cores do together, of these stages, one after the other."""
+    names, events = [name for name, _, _ in stages], []
     for s in cost.stages:
         if s.name in names:
             bytes_ = s.bytes / cost.cores

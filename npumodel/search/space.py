@@ -275,8 +275,8 @@ def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chu
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
     """Bytes that tiles [...] need in each of BUFFERS [5, ...], the largest over the kernels of the call."""
-    b = tiling.cut(p, tile)
-    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in compile_graph(masked, tile.fusion).kernels]
+    b, kernels = tiling.cut(p, tile), compile_graph(masked, tile.fusion, p.kind).kernels
+    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in kernels]
     return jnp.stack([jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS])
 
 
