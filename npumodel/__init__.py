@@ -5,8 +5,8 @@ from .attention import merge
 from .hardware import DeviceSpec, device, devices
 from .model.estimate import Cost
 from .search.table import TileTable, use_table
-from .tile import TileConfig
-from .workload import AttentionShape
+from .tile import MatmulTile, SoftmaxTile, TileConfig
+from .workload import AttentionShape, MatmulShape, SoftmaxShape
 
 __version__ = "0.1.0"
 
@@ -14,6 +14,10 @@ __all__ = [
     "AttentionShape",
     "Cost",
     "DeviceSpec",
+    "MatmulShape",
+    "MatmulTile",
+    "SoftmaxShape",
+    "SoftmaxTile",
     "TileConfig",
     "TileTable",
     "device",

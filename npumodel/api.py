@@ -24,9 +24,9 @@ from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model import estimate as model_estimate
 from npumodel.model.estimate import Cost
 from npumodel.report_text import Priced
-from npumodel.search import auto, tuner
+from npumodel.search import auto, single, tuner
 from npumodel.search.auto import Resolved
-from npumodel.workload import AttentionShape
+from npumodel.workload import AttentionShape, MatmulShape, Shape, SoftmaxShape, parse
 
 if TYPE_CHECKING:
     from npumodel.model.trace import Timeline
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 #: Anything that names a device, and anything that names a shape.
 DeviceLike = str | os.PathLike[str] | DeviceSpec
 ShapeLike = str | AttentionShape
+AnyShapeLike = str | Shape
 
 
 # Which device --------------------------------------------------------------------------------------------------------
@@ -100,6 +101,8 @@ def _needed(device: DeviceLike | None) -> DeviceSpec:
 def _shape(shape: ShapeLike) -> AttentionShape:
     if isinstance(shape, str):
         return AttentionShape.parse(shape)
+    if isinstance(shape, MatmulShape | SoftmaxShape):
+        raise ValueError(f"shape: expected attention, got the {shape.operation} {shape.label}; `estimate` prices it")
     if not isinstance(shape, AttentionShape):
         raise ValueError(f"shape: expected an AttentionShape or a text like 'B4,N32,S4096,D128', got {shape!r}")
     return shape
@@ -252,7 +255,7 @@ def resolve(
 
 
 def estimate(
-    shape: ShapeLike,
+    shape: AnyShapeLike,
     device: DeviceLike | None = None,
     tile: Any = "auto",
     *,
@@ -261,15 +264,27 @@ def estimate(
 ) -> Cost:
     """Price one call: seconds, per-stage busy and dma_wait, bytes per path, hit rates, breakdown.
 
-    shape    an AttentionShape, or its short form "B4,N32,S4096,D128"
-    tile     anything that `flash_attention(tile_level=...)` takes
+    shape    an AttentionShape, or its short form "B4,N32,S4096,D128"; or a MatmulShape or SoftmaxShape, or its short
+             form "M4096,N4096,K512" or "R4096,C4096"
+    tile     anything that `flash_attention(tile_level=...)` takes; for the others "auto" (the cheapest of a small
+             lattice), a MatmulTile or SoftmaxTile, or the text of one, "128x256x64" or "4x4096"
     policy   who picks the tile when it is "auto": "auto" (tables, then the model), "rule" or "default"
     overlap  False: no transfer beside any computation
 
     Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it cannot multiply.
     """
-    spec, asked = _needed(device), _shape(shape)
-    return model_estimate.estimate(asked, spec, auto.resolve(asked, spec, tile, policy).tile, overlap=overlap)
+    spec, asked = _needed(device), parse(shape) if isinstance(shape, str) else shape
+    resolved = resolve_any(asked, spec, tile, policy)
+    return model_estimate.estimate(asked, spec, resolved.tile, overlap=overlap)
+
+
+def resolve_any(shape: Shape, spec: DeviceSpec, tile: Any = "auto", policy: str | None = None) -> Resolved:
+    """The tile that a call of this shape gets, and where it comes from."""
+    if not isinstance(shape, MatmulShape | SoftmaxShape):
+        return auto.resolve(_shape(shape), spec, tile, policy)
+    if policy is not None:
+        raise ValueError(f"policy: expected none for a {shape.operation}, got {policy!r}; leave it out")
+    return single.resolve(shape, spec, tile)
 
 
 def explain(
@@ -297,7 +312,7 @@ def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = Non
     options  seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
     """
     spec = _needed(device)
-    if isinstance(shape, str | AttentionShape) or not isinstance(shape, Sequence):
+    if isinstance(shape, str | Shape) or not isinstance(shape, Sequence):
         return tuner.tune(_shape(shape), spec, **options)
     if not shape:
         raise ValueError("shape: expected at least one, got an empty list")

@@ -17,7 +17,7 @@ from npumodel.model import chrome
 from npumodel.model.estimate import estimate as price
 from npumodel.model.trace import timeline
 from npumodel.report_text import Priced
-from npumodel.workload import AttentionShape
+from npumodel.workload import AttentionShape, parse
 
 app = tyro.extras.SubcommandApp()
 _DEVICE = "ascend910b2"
@@ -41,14 +41,15 @@ def estimate(shape: str, device: str | None = None, tile: str = "auto", json: bo
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k)
+            additive, softcap, v_in_k, backward); a matmul M4096,N4096,K512; a softmax R4096,C4096 (rows, columns)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
-            cores=8 unfused contiguous round_robin
+            kv_pieces=4 cores=8 unfused contiguous round_robin persistent; of a matmul 128x256x64 (m, n, k), of a
+            softmax 4x4096 (rows, columns)
         json: print JSON, in SI units
     """
-    spec, asked = _spec(device), AttentionShape.parse(shape)
-    resolved = api.resolve(asked, spec, _level(tile))
+    spec, asked = _spec(device), parse(shape)
+    resolved = api.resolve_any(asked, spec, _level(tile))
     call = Priced(price(asked, spec, resolved.tile), resolved.source)
     print(report_text.to_json(report_text.as_dict(call, breakdown=True)) if json else report_text.details(call))
     return 0
@@ -60,10 +61,10 @@ def explain(shape: str, device: str | None = None, tile: str = "auto") -> int:
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k)
+            additive, softcap, v_in_k, backward)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
-            cores=8 unfused contiguous round_robin
+            kv_pieces=4 cores=8 unfused contiguous round_robin persistent
     """
     print(api.explain(shape, _spec(device), _level(tile)))
     return 0
@@ -139,7 +140,7 @@ def tune(
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k); several, if wanted
+            additive, softcap, v_in_k, backward); several, if wanted
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         out: the table; rows that are there are kept, or renewed if it is the same call on the same device
         strategy: how to search

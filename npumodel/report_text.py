@@ -54,7 +54,7 @@ def header(call: Priced) -> str:
     """ "flash_attention  B4 N32 S4096 D128 float16  tile 128x512 (auto: table)  on ascend910b2"."""
     cost = call.cost
     source = f" ({call.source})" if call.source else ""
-    return f"flash_attention  {cost.shape.label}  tile {cost.tile.label}{source}  on {cost.device}"
+    return f"{cost.shape.operation}  {cost.shape.label}  tile {cost.tile.label}{source}  on {cost.device}"
 
 
 def warnings(call: Priced) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
+import re
 from typing import Any
 
 import jax
@@ -104,3 +106,72 @@ class TileConfig:
             + f" {self.core_order}" * (self.core_order != "balanced")
             + " persistent" * self.persistent
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatmulTile:
+    """One plan for one matmul: a task makes a block [block_m, block_n] of C, in steps of block_k along the depth.
+
+    buffers   blocks of A and of B that fit in L1 at once, 1..4
+    Leaves as in TileConfig. Raises ValueError (expected, got) for a plain number that is out of range.
+    """
+
+    block_m: Any
+    block_n: Any
+    block_k: Any
+    buffers: Any = 2
+
+    def __post_init__(self):
+        _check_numbers(self, {"block_m": None, "block_n": None, "block_k": None, "buffers": MAX_BUFFERS})
+
+    @classmethod
+    def parse(cls, text: str) -> MatmulTile:
+        """Read "128x256x64", with " buffers=1" if not 2. Raises ValueError (expected, got)."""
+        sizes, *rest = text.split()
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", sizes), re.fullmatch(r"buffers=(\d+)", " ".join(rest) or "buffers=2")
+        if not all(match):
+            raise ValueError(f"tile: expected a form like '128x256x64' or '128x256x64 buffers=1', got {text!r}")
+        return cls(*(int(x) for m in match if m for x in m.groups()))
+
+    @property
+    def label(self) -> str:
+        """ "128x256x64", with the buffers if they are not 2."""
+        return f"{self.block_m}x{self.block_n}x{self.block_k}" + f" buffers={self.buffers}" * (self.buffers != 2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SoftmaxTile:
+    """One plan for one softmax: every core takes an equal share of the rows, block_rows of them a step. Rows wider than
+    block_cols are read twice, in pieces: for the maximum and the sum, then for the result.
+
+    Leaves as in TileConfig. Raises ValueError (expected, got) for a plain number that is out of range.
+    """
+
+    block_rows: Any
+    block_cols: Any
+
+    def __post_init__(self):
+        _check_numbers(self, {"block_rows": None, "block_cols": None})
+
+    @classmethod
+    def parse(cls, text: str) -> SoftmaxTile:
+        """Read "64x4096" (rows x columns). Raises ValueError (expected, got)."""
+        match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+        if not match:
+            raise ValueError(f"tile: expected a form like '64x4096' (rows x columns), got {text!r}")
+        return cls(*map(int, match.groups()))
+
+    @property
+    def label(self) -> str:
+        """ "64x4096": rows x columns."""
+        return f"{self.block_rows}x{self.block_cols}"
+
+
+def _check_numbers(tile, tops: dict[str, int | None]):
+    """Refuse plain numbers below 1 or above their top; arrays and tracers are taken as they are."""
+    for name, top in tops.items():
+        value = getattr(tile, name)
+        if isinstance(value, numbers.Real) and (isinstance(value, bool) or not 1 <= float(value) <= (top or math.inf)):
+            raise ValueError(f"{name}: expected a number {f'1..{top}' if top else '>= 1'}, got {value!r}")

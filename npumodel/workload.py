@@ -1,4 +1,4 @@
-"""What is asked: the shape of one attention call, and its exact arithmetic.
+"""What is asked: the shape of one call (attention, its backward pass, a matmul, a softmax), and its exact arithmetic.
 
 Everything here is a plain integer; nothing depends on a device or a tile.
 """
@@ -25,7 +25,7 @@ _SHORT = {
 }
 #: Short forms of the two sides of a window.
 _SIDES = {"WL": 0, "WR": 1}
-_FLAGS = ("causal", "softcap", "v_in_k")
+_FLAGS = ("causal", "softcap", "v_in_k", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,8 @@ class AttentionShape:
     i + kv_len - q_len; None (on either side) is no limit. `softcap`: whether the scores are capped by a tanh.
     `mask` says which mask tensor is read, if any: None, "bool" or "additive".
     `v_in_k`: V is the first v_head_dim columns of K (absorbed MLA) and is not moved on its own.
+    `backward`: not the call but its gradient: dq, dk and dv from q, k, v, the output, its gradient do, and the row
+    maxima and sums that the forward pass kept (for the price; `flash_attention` executes both passes by itself).
 
     Raises ValueError (expected, got, cure) for a size that is no positive integer, for heads that do not
     divide, and for an unknown dtype or mask.
@@ -57,6 +59,7 @@ class AttentionShape:
     window: tuple[int | None, int | None] | None = None
     softcap: bool = False
     v_in_k: bool = False
+    backward: bool = False
 
     def __post_init__(self):
         for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
@@ -80,10 +83,23 @@ class AttentionShape:
             raise ValueError(
                 f"v_in_k: expected v_head_dim <= head_dim={self.head_dim} (V is a part of K), got {self.v_head_dim}"
             )
+        if self.v_in_k and self.backward:
+            raise ValueError("backward: expected a call without v_in_k, got v_in_k=True; no stage adds dV to dK")
+
+    @property
+    def kind(self) -> str:
+        """What the model prices: "attention" or "backward"."""
+        return "backward" if self.backward else "attention"
+
+    @property
+    def operation(self) -> str:
+        """The same in words."""
+        return "flash_attention" + "_backward" * self.backward
 
     @classmethod
     def parse(cls, text: str, **fields) -> AttentionShape:
-        """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "bool", "additive").
+        """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "backward", "bool",
+        "additive").
 
         Raises ValueError that names the part it cannot read, and the form it expects.
         """
@@ -149,12 +165,18 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of both products over the valid pairs, each two: 2 * pairs * (head_dim + v_head_dim)."""
-        return 2 * self.valid_pairs * (self.head_dim + self.v_head_dim)
+        """Multiply-adds of the products over the valid pairs, each two: Q K^T and P V; backward Q K^T again, dO V^T,
+        P^T dO, dS^T Q and dS K."""
+        over_head, over_v_head = (3, 2) if self.backward else (1, 1)
+        return 2 * self.valid_pairs * (over_head * self.head_dim + over_v_head * self.v_head_dim)
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of q, k, v and o, each moved once: no schedule can move fewer."""
+        """Bytes of q, k, v and o, each moved once: no schedule can move fewer. Backward: of do, dq, dk and dv too; for
+        keys that no query sees the last two are zeros. Row maxima and sums are not counted."""
+        if self.backward:
+            rows = 2 * self.q_heads * self.q_len + self.kv_heads * (self.seen_keys + self.kv_len)
+            return self.element_bytes * self.batch * rows * (self.head_dim + self.v_head_dim)
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
         kv_row = self.head_dim + self.v_head_dim * (not self.v_in_k)
         kv_side = self.batch * self.kv_heads * self.seen_keys * kv_row
@@ -162,11 +184,13 @@ class AttentionShape:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of q, k, v, o and the mask tensor, which all lie in the memory at once. Of the mask this is the least
-        that it can be: one [q_len, kv_len] for all heads (assumed: a shape does not say over what it is spread)."""
+        """Bytes of q, k, v, o (backward: and of their gradients) and the mask tensor, which all lie in the memory at
+        once. Of the mask this is the least that it can be: one [q_len, kv_len] for all heads (assumed: a shape does not
+        say over what it is spread)."""
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
         kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim * (not self.v_in_k))
-        return self.element_bytes * (q_side + kv_side) + self.mask_bytes * self.q_len * self.kv_len
+        mask = self.mask_bytes * self.q_len * self.kv_len
+        return self.element_bytes * (1 + self.backward) * (q_side + kv_side) + mask
 
     @property
     def label(self) -> str:
@@ -180,6 +204,147 @@ class AttentionShape:
         parts += [f"{n}{w}" for n, w in zip(_SIDES, self.window or (None, None), strict=True) if w is not None]
         flags = [name for name in _FLAGS if getattr(self, name)]
         return " ".join([*parts, self.dtype, *flags, *filter(None, [self.mask])])
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulShape:
+    """`batch` products C = A B of their own: A [m, k], B [k, n], C [m, n], all of one dtype.
+
+    Raises ValueError (expected, got) for a size that is no positive integer and for an unknown dtype.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "float16"
+
+    kind = operation = "matmul"
+
+    def __post_init__(self):
+        _check_sizes(self, ("m", "n", "k", "batch"))
+
+    @classmethod
+    def parse(cls, text: str) -> MatmulShape:
+        """Read the short form "M4096,N4096,K512" (also B8 and a dtype). Raises ValueError that names what it cannot."""
+        short = {"M": "m", "N": "n", "K": "k", "B": "batch"}
+        return cls(**_parts(text, short, "'M4096,N4096,K512' (also B8, float32)"))
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds, each two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of A, B and C, each moved once."""
+        return self.element_bytes * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of A, B and C, which all lie in the memory at once."""
+        return self.min_bytes
+
+    @property
+    def label(self) -> str:
+        """The short form, as `parse` reads it but with spaces: "M4096 N4096 K512 float16"."""
+        return " ".join([*[f"B{self.batch}"] * (self.batch > 1), f"M{self.m}", f"N{self.n}", f"K{self.k}", self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxShape:
+    """Softmax over the last axis of x [rows, cols]; the result has x's dtype.
+
+    Raises ValueError (expected, got) for a size that is no positive integer and for an unknown dtype.
+    """
+
+    rows: int
+    cols: int
+    dtype: str = "float16"
+
+    kind = operation = "softmax"
+
+    def __post_init__(self):
+        _check_sizes(self, ("rows", "cols"))
+
+    @classmethod
+    def parse(cls, text: str) -> SoftmaxShape:
+        """Read the short form "R4096,C4096" (also a dtype). Raises ValueError that names what it cannot."""
+        return cls(**_parts(text, {"R": "rows", "C": "cols"}, "'R4096,C4096' (also float32)"))
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """None of a matrix unit."""
+        return 0
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of x and of the result."""
+        return 2 * self.element_bytes * self.rows * self.cols
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of x and of the result, which both lie in the memory at once."""
+        return self.min_bytes
+
+    @property
+    def label(self) -> str:
+        """The short form, as `parse` reads it but with a space: "R4096 C4096 float16"."""
+        return f"R{self.rows} C{self.cols} {self.dtype}"
+
+
+#: Anything that has a price.
+Shape = AttentionShape | MatmulShape | SoftmaxShape
+
+
+def parse(text: str) -> Shape:
+    """Read a short form: a matmul has an M or a K, a softmax an R or a C, all others are attention.
+
+    Raises ValueError that names the part it cannot read, and the form it expects.
+    """
+    names = {name.upper() for name in re.findall(r"(?<![A-Za-z])([A-Za-z]+)\d+", text)}
+    if names & {"M", "K"}:
+        return MatmulShape.parse(text)
+    return SoftmaxShape.parse(text) if names & {"R", "C"} else AttentionShape.parse(text)
+
+
+def _check_sizes(shape, names: tuple[str, ...]):
+    for name in names:
+        object.__setattr__(shape, name, _positive(name, getattr(shape, name)))
+    if shape.dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {shape.dtype!r}")
+
+
+def _parts(text: str, short: dict[str, str], form: str) -> dict:
+    """The fields of a short form, by name."""
+    found: dict = {}
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f"shape: expected a form like {form}, got {text!r}: {why}")
+
+    for part in filter(None, re.split(r"[,\s]+", text.strip())):
+        match = re.fullmatch(r"([A-Za-z]+)(\d+)", part)
+        if part.lower() in DTYPE_BYTES:
+            name, value = "dtype", part.lower()
+        elif match and match[1].upper() in short:
+            name, value = short[match[1].upper()], int(match[2])
+        else:
+            raise refused(f"cannot read {part!r}")
+        if name in found:
+            raise refused(f"{name} is given twice")
+        found[name] = value
+    missing = [letter for letter, name in short.items() if name not in found and name != "batch"]
+    if missing:
+        raise refused(f"{', '.join(missing)} missing")
+    return found
 
 
 def _positive(name: str, value) -> int:
@@ -205,5 +370,5 @@ def _window(window) -> tuple[int | None, int | None] | None:
 
 
 def _form(text: str, what: str) -> str:
-    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k)"
+    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k, backward)"
     return f"shape: expected a form like {forms}, got {text!r}: {what}"

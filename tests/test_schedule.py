@@ -307,8 +307,8 @@ def test_round_robin_takes_as_long_as_the_simulated_tasks_of_its_busiest_core(na
 
 @pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
 def test_price_of_persistent_tasks_is_launch_plus_their_simulated_stream(name):
-    """Within 1e-3 where all tasks have one length; where they differ (causal, a ragged last one), a border saves what it
-    does between two of mean length."""
+    """Within 1e-3 where all tasks have one length; where they differ (causal, a ragged last one), a border is taken to
+    save what it does between two of mean length."""
     dev, rng, table = device(name), np.random.default_rng(4), kernels(device(name).arch)[("qk", "softmax", "pv")]
     kernel, options = compile_graph(False, "fused").kernels[0], Options("float16", False)
     corners = jax.jit(lambda p, tile, d: parts(kernel, time_constants(d, "float16"), p, tile, d, options).corners)

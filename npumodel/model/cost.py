@@ -9,6 +9,7 @@ them side by side.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,13 +21,13 @@ import numpy as np
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, gate
 from ..tile import TileConfig
-from ..workload import AttentionShape
+from ..workload import Shape
 from . import round_robin, tiling
-from .durations import TimeConstants, Work, combine, measure, miss_share, work
-from .graph import Kernel, compile_graph
+from .durations import TimeConstants, Work, measure, miss_share, once, work
+from .graph import Kernel, compile_graph, masked
 from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, border, knobs, lengths, task
 from .stages import GM_PATHS, StageTable, stage_table
-from .tiling import Blocks, Problem, Traffic
+from .tiling import AnyProblem, AnyTile, Blocks, Problem, Traffic
 
 #: How to compile a gradient of `price`. XLA on CPU copies cheap operations into each of their consumers, and the
 #: backward pass of the schedule is nothing but those: without this it is 7 times slower, and compiles 3 times longer.
@@ -46,16 +47,17 @@ class Options(NamedTuple):
     in_pieces: bool = False
 
     @classmethod
-    def of(cls, shape: AttentionShape, tile: TileConfig, **more) -> Options:
+    def of(cls, shape: Shape, tile: AnyTile, **more) -> Options:
         """The options for one call and its tile (plain, or many as arrays)."""
-        return cls(shape.dtype, shape.mask is not None, in_pieces=bool(np.any(np.asarray(tile.kv_pieces) != 1)), **more)
+        in_pieces = bool(np.any(np.asarray(getattr(tile, "kv_pieces", 1)) != 1))
+        return cls(shape.dtype, masked(shape), in_pieces=in_pieces, **more)
 
 
 class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
-    whole call; busiest_core: its number; `combine`: joining the parts of split keys, at the end. serial: as core, with
-    nothing beside anything else. hbm_seconds: what the memory needs for the kernel's bytes; loads and stores of a core
-    run side by side, but no core is done before the memory is."""
+    whole call; busiest_core: its number; `combine`: what all cores do together once, such as joining the parts of split
+    keys at the end. serial: as `core`, with nothing beside anything else. hbm_seconds: what the memory needs for the
+    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is."""
 
     launch: Any
     core: Any
@@ -80,25 +82,29 @@ class Price(NamedTuple):
     kernels: tuple[KernelPrice, ...]
 
 
-def price(t: TimeConstants, p: Problem, tile: TileConfig, d: DeviceSpec, options: Options, temperature=0.0) -> Price:
+def price(t: TimeConstants, p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options, temperature=0.0) -> Price:
     """Price a call. Differentiable in `t` (homogeneous of degree 1), in the tile and in the capacities of `d`.
+
+    A MatmulProblem goes with a MatmulTile, a SoftmaxProblem with a SoftmaxTile, else ValueError.
 
     temperature: a plain 0 = exact; above it counts are relaxed and the discrete knobs are blended.
     """
-    graph = compile_graph(options.masked, tile.fusion)
+    p, tile = tiling.lowered(p, tile, d, temperature)
+    graph = compile_graph(options.masked, tile.fusion, p.kind)
     kernels = tuple(_price_kernel(kernel, t, p, tile, d, options, temperature) for kernel in graph.kernels)
     return Price(sum(k.launch + k.core for k in kernels), kernels)
 
 
 class Parts(NamedTuple):
     """One kernel, cut and timed: everything that the schedule starts from. corners [4]: one step's work for full rows
-    and full columns, full and ragged, ragged and full, ragged and ragged; pieces [4]: see `pipeline.Step`; feet: bytes
-    needed per buffer."""
+    and full columns, full and ragged, ragged and full, ragged and ragged; narrow: the same of the last head, where its
+    v_head_dim differs; pieces [4]: see `pipeline.Step`; feet: bytes needed per buffer."""
 
     table: StageTable
     blocks: Blocks
     traffic: Traffic
     corners: Work
+    narrow: Work | None
     pieces: Any
     feet: dict
 
@@ -120,30 +126,33 @@ def parts(
     feet = tiling.footprints(p, tile, d, b, kernel.kinds)
     x = tiling.share_of_chip(p, tile, d, b, feet["L1"], kernel.kinds, temperature)
 
-    def corner(rows, cols):
-        fused = len(kernel.ops) > 1
-        block = measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature)
-        if not o.in_pieces:
-            return work(table, t, p, d, x, block), None
-        pieces = ceil_div(cols, b.piece_cols, temperature)
-        return work(table, t, p, d, x, block._replace(pieces=pieces)), pieces
+    def corners_of(p: Problem):
+        def corner(rows, cols):
+            fused = len(kernel.ops) > 1
+            block = measure(p, d, rows * tile.heads_packed, cols, b.parts, fused, temperature)
+            if not o.in_pieces:
+                return work(table, t, p, d, x, block), None
+            pieces = ceil_div(cols, b.piece_cols, temperature)
+            return work(table, t, p, d, x, block._replace(pieces=pieces)), pieces
+
+        return jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
 
     rows, tail_rows, cols, tail_cols = jnp.broadcast_arrays(b.rows, b.tail_rows, b.cols, b.tail_cols)
-    corners, pieces = jax.vmap(corner)(*map(jnp.stack, ((rows, rows, tail_rows, tail_rows), (cols, tail_cols) * 2)))
-    return Parts(table, b, x, corners, pieces, feet)
+    corners, pieces = corners_of(p)
+    narrow = None if p.v_tail is None else corners_of(dataclasses.replace(p, v_head_dim=p.v_tail))[0]
+    return Parts(table, b, x, corners, narrow, pieces, feet)
 
 
 def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec, o: Options, temperature):
     cut = parts(kernel, t, p, tile, d, o, temperature)
-    table, b, x, corners, _, feet = cut
-    core = _busiest_core(cut, p, tile, t.sync, o, temperature)
-    combined = combine(t, p, d, x, b.parts, temperature)
+    table, b, x, feet = cut.table, cut.blocks, cut.traffic, cut.feet
+    core, corners = _core_and_corners(cut, p, tile, t.sync, o, temperature)
+    combined, combined_hbm = once(t, p, d, x, b.parts, temperature)
     runs, runs_of_core = _runs(table, _counts(b)), _runs(table, core.counts)
     busy = {name: (runs_of_core[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
     moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
     hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
-    partials, _, joined = combined.bytes.values()
     busiest = _longer(core.tasks, core.heaviest)
     joining = sum(combined.seconds.values())
 
@@ -159,7 +168,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
         wait=core.wait,
         bytes=moved,
         combine=combined,
-        hbm_bytes=hbm_bytes + x.o_miss * partials + joined,
+        hbm_bytes=hbm_bytes + combined_hbm,
         hbm_seconds=hbm_bytes * t.hbm,
         l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
@@ -204,6 +213,22 @@ class _Core(NamedTuple):
     heaviest: TaskTimes
     wait: dict
     counts: dict
+
+
+def _core_and_corners(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, temperature) -> tuple[_Core, Work]:
+    """The busiest core, and the corners of the mean head. It does full heads as long as there are any, then those that
+    are narrow."""
+    if cut.narrow is None:
+        return _busiest_core(cut, p, tile, sync, o, temperature), cut.corners
+    both = jax.tree.map(lambda *x: jnp.stack(x), cut.corners, cut.narrow)
+    cores = jax.vmap(lambda work: _busiest_core(cut._replace(corners=work), p, tile, sync, o, temperature))(both)
+    core, last = (jax.tree.map(itemgetter(i), cores) for i in (0, 1))
+    x, per_head = cut.traffic, cut.blocks.q_blocks * cut.blocks.parts
+    tasks = _mean(core.tasks, last.tasks, gate(1 - (x.stacks - p.batch) * per_head / x.waves))
+    share = p.batch / x.stacks
+    mean = _mean(core, last, share)
+    corners = jax.vmap(lambda one, other: _mean(one, other, share))(cut.corners, cut.narrow)
+    return mean._replace(tasks=tasks, heaviest=core.heaviest), corners
 
 
 def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, temperature) -> _Core:
@@ -313,6 +338,11 @@ def _dealt_out(
     if isinstance(temperature, (int, float)) and temperature == 0:
         return dealt
     return jax.tree.map(lambda one, other: jnp.where(temperature <= 0, one, other), dealt, core)
+
+
+def _mean(x, y, share):
+    """x and y, y with this share."""
+    return jax.tree.map(lambda a, b: a + share * (b - a), x, y)
 
 
 def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:

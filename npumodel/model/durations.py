@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, gate
 from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
-from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth
+from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth, read_again, sum_bytes
 
 #: Vector passes over the scores: (elements at the add rate, at the reduce rate, at the exp rate) per score.
 #: Online softmax: scale, subtract max, cast; row max, row sum; exp.
 SOFTMAX_PASSES = (3, 2, 1)
-#: Softmax as its own kernel reads S twice: max and sum first (scale, subtract; max, sum; exp), then the probabilities
-#: (scale, subtract, divide by the sum, cast; exp).
-SOFTMAX_ALONE_PASSES = (6, 2, 2)
+#: Softmax as its own kernel: scale or cast, subtract; max, sum; exp; divide by the sum (assumed: times its reciprocal,
+#: one value a row), cast. Where it reads S twice, first for max and sum, then for the probabilities, it scales,
+#: subtracts and takes the exp once more.
+SOFTMAX_ALONE_PASSES = (4, 2, 1)
+SOFTMAX_AGAIN_PASSES = (2, 0, 1)
 #: Applying a mask: cast or select, then add.
 MASK_PASSES = (2, 0, 0)
 #: Rescaling the accumulator: multiply by alpha; add the partial, a two-source op, which the bank conflict makes as
@@ -32,6 +34,15 @@ FINALIZE_PASSES = (1, 0, 1)
 COMBINE_PASSES = (1, 1, 1)
 #: Softcap: multiply by 1 / cap; tanh as (e^2x - 1) / (e^2x + 1): exp, two adds, a division; multiply by the cap.
 SOFTCAP_PASSES = (4, 0, 2)
+#: dS from S and dP, as the vendor's kernel: scale, subtract max; exp, divide by the sum (at the exp rate); cast P;
+#: subtract delta from dP; multiply by P, a two-source op; cast dS.
+SOFTMAX_GRAD_PASSES = (5, 1, 2)
+#: Softcap's slope 1 - tanh^2: square it and multiply dS by it, two-source ops; subtract from 1.
+SOFTCAP_GRAD_PASSES = (1, 2, 0)
+#: delta, the row sums of dO * O: cast both; multiply, a two-source op; sum.
+DELTA_PASSES = (2, 2, 0)
+#: The sums of dQ, dK and dV: scale (dQ and dK; counted for all), cast.
+CAST_SUMS_PASSES = (2, 0, 0)
 #: Moving L0C to UB by the vector unit (coupled): the move itself is charged in bytes.
 DRAIN_PASSES = (0, 0, 0)
 
@@ -148,7 +159,8 @@ class Block(NamedTuple):
     """One step's work: `rows` query rows (of all packed heads) by `cols` keys, cut into pieces.
 
     unit_rows: rows of one of the `units` vector units; score_tiles, out_tiles: vector tiles of a unit's share; parts:
-    tasks that share one q block; fused: whether other ops share the kernel; pieces: in which K, V and P come into L1.
+    tasks that share one q block; fused: whether other ops share the kernel; again: 1 where softmax as its own kernel
+    reads S twice, else 0; pieces: in which K, V and P come into L1.
     """
 
     rows: Size
@@ -161,6 +173,7 @@ class Block(NamedTuple):
     out_tiles: Any
     parts: Any
     fused: bool
+    again: Any
     pieces: Any = 1.0
 
     @property
@@ -187,7 +200,11 @@ def work(table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traf
 
 
 def measure(p: Problem, d: DeviceSpec, rows, cols, parts, fused: bool, temperature=0.0) -> Block:
-    """Count the pieces of a block of `rows` x `cols`."""
+    """Count the pieces of a block of `rows` x `cols`. A softmax that is all of the call comes transposed, and a vector
+    pass of it may be a single row."""
+    again = 1.0
+    if p.kind == "softmax":
+        rows, cols, again = cols, rows, read_again(p, temperature)
     k_fractal, k_block = 32 / p.element_bytes, l0_depth(d, p.element_bytes)
 
     def size(length) -> Size:
@@ -199,11 +216,12 @@ def measure(p: Problem, d: DeviceSpec, rows, cols, parts, fused: bool, temperatu
 
     row, col, v_head = size(rows), size(cols), size(p.v_head_dim)
     unit_rows = ceil_div(rows, d.vector_cores_per_cube, temperature)
-    tile = jnp.maximum(d.vector_tile_bytes, MIN_VECTOR_ROWS * ACC_BYTES * cols)
+    least = MIN_VECTOR_ROWS * cols if p.piece is None else p.piece
+    tile = jnp.maximum(d.vector_tile_bytes, ACC_BYTES * least)
     score_tiles = ceil_div(unit_rows * col.vector * ACC_BYTES, tile, temperature)
     out_tiles = ceil_div(unit_rows * v_head.vector * ACC_BYTES, d.vector_tile_bytes, temperature)
     units = d.vector_cores_per_cube
-    return Block(row, col, size(p.head_dim), v_head, units, unit_rows, score_tiles, out_tiles, parts, fused)
+    return Block(row, col, size(p.head_dim), v_head, units, unit_rows, score_tiles, out_tiles, parts, fused, again)
 
 
 def _seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, b: Block):
@@ -229,7 +247,14 @@ def _matmul_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, b
 
 
 def _matmul_sizes(stage: Stage, b: Block) -> tuple[Size, Size, Size]:
-    return (b.rows, b.cols, b.head_dim) if stage.op == "qk" else (b.rows, b.v_head_dim, b.cols)
+    sizes = {
+        "s": (b.rows, b.cols, b.head_dim),
+        "dp": (b.rows, b.cols, b.v_head_dim),
+        "dv": (b.cols, b.v_head_dim, b.rows),
+        "dk": (b.cols, b.head_dim, b.rows),
+        "dq": (b.rows, b.head_dim, b.cols),
+    }
+    return sizes.get(stage.tensor, (b.rows, b.v_head_dim, b.cols))
 
 
 def l0_bytes(stage: Stage, p: Problem, b: Block):
@@ -246,6 +271,11 @@ _PASSES = {
     "finalize": FINALIZE_PASSES,
     "drain_s": DRAIN_PASSES,
     "drain_o": DRAIN_PASSES,
+    "drain_c": DRAIN_PASSES,
+    "softmax_grad": SOFTMAX_GRAD_PASSES,
+    "drain_dv": DRAIN_PASSES,
+    "drain_dk": DRAIN_PASSES,
+    "drain_dq": DRAIN_PASSES,
 }
 
 
@@ -253,35 +283,53 @@ def _vector_seconds(stage: Stage, table: StageTable, t: TimeConstants, p: Proble
     """Vector passes over a unit's share of the block, a vector tile at a time; each pass is one instruction a tile."""
     outputs = stage.tensor in ("o", "o_final")
     elements = b.unit_rows * (b.v_head_dim.vector if outputs else b.cols.vector)
-    passes = SOFTMAX_ALONE_PASSES if stage.name == "softmax" and not b.fused else _PASSES[stage.name]
-    add, reduce, exp = passes
+    if stage.tensor in ("dv", "dk", "dq"):  # on their way out of L0C
+        m, n, _ = _matmul_sizes(stage, b)
+        elements = m.length / b.units * n.vector
     tiles = b.out_tiles if outputs else b.score_tiles
-    seconds = elements * (add * t.vector + reduce * t.reduce + exp * t.exp) + sum(passes) * tiles * t.vector_instr
+
+    def run(passes, times=1.0):
+        add, reduce, exp = passes
+        rates = add * t.vector + reduce * t.reduce + exp * t.exp
+        return times * (elements * rates + sum(passes) * tiles * t.vector_instr)
+
+    if stage.name == "softmax" and not b.fused:
+        seconds = run(SOFTMAX_ALONE_PASSES) + run(SOFTMAX_AGAIN_PASSES, b.again)
+    else:
+        seconds = run(_PASSES[stage.name])
     if stage.name == "softmax":
-        add, _, exp = SOFTCAP_PASSES
-        cap = elements * (add * t.vector + exp * t.exp) + (add + exp) * tiles * t.vector_instr
-        seconds = seconds + p.softcap * cap
+        seconds = seconds + run(SOFTCAP_PASSES, p.softcap)
+    if stage.name == "softmax_grad":
+        seconds = seconds + run(SOFTCAP_PASSES, p.softcap) + run(SOFTCAP_GRAD_PASSES, p.softcap)
     if stage.name == "softmax":  # new maximum, its exp, the running sum: a few ops on one value a row
         seconds = seconds + b.unit_rows * MIN_VECTOR_ROWS * (2 * t.vector + t.exp)
-    fills_ub = table.arch == "coupled" and any(w in ("qk_matmul", "pv_matmul") for w in stage.waits)
-    return seconds + elements * ACC_BYTES * t.l0c_ub if fills_ub else seconds
+    fills = sum(table.stage(name).action == "matmul" for name in stage.waits) if table.arch == "coupled" else 0
+    return seconds + fills * elements * ACC_BYTES * t.l0c_ub if fills else seconds
 
 
 def _bytes(stage: Stage, p: Problem, x: Traffic, b: Block):
     e = p.element_bytes
     q, k, v = b.rows.length * p.head_dim * e, b.cols.length * p.head_dim * e, b.cols.length * p.v_head_dim * e
-    reads = 2 if stage.op == "softmax" and stage.name == "load_s" and not b.fused else 1
+    reads = 1 + b.again if stage.op == "softmax" and not b.fused else 1
+    score_bytes = e if p.kind == "softmax" else ACC_BYTES
     size = {
         "q": q,
         "k": k + x.spill * (q + k),  # what does not fit in L1 is fetched again every step: Q and K for QK^T,
         "v": p.v_loads * v + x.spill * (v + b.scores * e),  # V and P for PV
-        "s": reads * b.scores * ACC_BYTES,
+        "s": reads * b.scores * score_bytes,
         "p": b.scores * e,
+        "do": b.rows.length * p.v_head_dim * e,
+        "dp": b.scores * ACC_BYTES,
+        "ds": b.scores * e,
+        "dv": b.cols.length * p.v_head_dim * ACC_BYTES,
+        "dk": b.cols.length * p.head_dim * ACC_BYTES,
+        "dq": b.rows.length * p.head_dim * ACC_BYTES,
+        "stats": 3 * b.rows.length * MIN_VECTOR_ROWS * ACC_BYTES,  # maximum, sum and delta, a 32-byte block each
         "mask": b.scores * p.mask_bytes,
         "o": b.rows.length * p.v_head_dim * ACC_BYTES,
         "o_final": b.rows.length * (p.v_head_dim * e + partial_bytes(p, b.parts)),
     }
-    return size[stage.tensor]
+    return size[stage.tensor.removesuffix("_again")]
 
 
 def partial_bytes(p: Problem, parts):
@@ -301,7 +349,8 @@ def _move_seconds(stage: Stage, t: TimeConstants, p: Problem, d: DeviceSpec, x: 
     moved = _bytes(stage, p, x, b) / units
     if stage.action not in GM_PATHS:
         return moved * getattr(t, stage.action)
-    bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "mask") else 1.0
+    bursts = b.score_tiles if stage.action == "gm_ub" and stage.tensor in ("s", "dp", "mask") else 1.0
+    bursts = bursts * (1 + b.again) if p.kind == "softmax" and stage.tensor == "s" else bursts
     bursts = b.pieces if stage.action == "gm_l1" and stage.tensor in ("k", "v", "p") else bursts
     bursts = bursts * p.v_loads if stage.tensor == "v" else bursts
     return _gm_seconds(stage.action, moved, bursts, miss_share(stage, x), units, t, d, x)
@@ -342,7 +391,59 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
     return Work(seconds, {name: split * m for name, m in zip(names, moved, strict=True)}, 0.0)
 
 
+#: Backward: what all vector units do before the tasks and after, each phase ending when all cores have met (vendor's
+#: pre, sfmg and post stages): delta for every row, and zeros for the sums; the sums in the dtype of the gradients.
+BEFORE = (("load_do_o", "MTE2", "gm_ub"), ("delta", "VECTOR", "vector"), ("store_delta", "MTE3", "ub_gm"))
+AFTER = (("load_sums", "MTE2", "gm_ub"), ("cast_sums", "VECTOR", "vector"), ("store_grads", "MTE3", "ub_gm"))
+
+
+def before_and_after(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, temperature=0.0) -> Work:
+    """The stages of BEFORE and AFTER, one after the other; every vector unit takes an equal share of the rows."""
+    units = d.cube_cores * d.vector_cores_per_cube
+    rows = p.batch * p.q_heads * p.q_len
+    share = ceil_div(rows, units, temperature) / rows
+    everywhere = x._replace(sharing=1 / share / d.vector_cores_per_cube)
+    outputs, sums = rows * p.v_head_dim, sum_bytes(p)
+    zeros = rows * MIN_VECTOR_ROWS * ACC_BYTES + sums
+    moved = (2 * outputs * p.element_bytes, 0.0, zeros, sums, 0.0, sums / ACC_BYTES * p.element_bytes)
+
+    def passes(elements, each):
+        add, reduce, exp = each
+        tiles = ceil_div(share * elements * ACC_BYTES, d.vector_tile_bytes, temperature)
+        rates = add * t.vector + reduce * t.reduce + exp * t.exp
+        return share * elements * rates + sum(each) * tiles * t.vector_instr + t.sync
+
+    def move(path, bytes_, elements, miss):
+        tiles = ceil_div(share * elements * ACC_BYTES, d.vector_tile_bytes, temperature)
+        return _gm_seconds(path, share * bytes_, tiles, miss, d.vector_cores_per_cube, t, d, everywhere)
+
+    seconds = (
+        move("gm_ub", moved[0], 2 * outputs, 1.0),
+        passes(outputs, DELTA_PASSES),
+        move("ub_gm", moved[2], sums / ACC_BYTES, 1.0),
+        move("gm_ub", moved[3], sums / ACC_BYTES, x.o_miss),
+        passes(sums / ACC_BYTES, CAST_SUMS_PASSES),
+        move("ub_gm", moved[5], sums / ACC_BYTES, 1.0),
+    )
+    names = [name for name, _, _ in BEFORE + AFTER]
+    return Work(dict(zip(names, seconds, strict=True)), dict(zip(names, moved, strict=True)), 0.0)
+
+
+def once(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temperature=0.0) -> tuple[Work, Any]:
+    """What all cores do together, once a call, and its bytes of HBM: joining the parts of split keys; or, of a backward
+    pass, what comes before and after its tasks."""
+    if p.kind == "backward":
+        work = before_and_after(t, p, d, x, temperature)
+        return work, sum(work.bytes.values()) - (1 - x.o_miss) * work.bytes["load_sums"]
+    work = combine(t, p, d, x, parts, temperature)
+    partials, _, joined = work.bytes.values()
+    return work, x.o_miss * partials + joined
+
+
 def miss_share(stage: Stage, x: Traffic):
     """Share of a tensor's bytes that come from, or end up in, HBM."""
     shares = {"k": x.kv_miss, "v": x.kv_miss, "mask": x.kv_miss, "s": x.s_miss, "p": x.p_miss, "o": x.o_miss}
+    shares |= {"q": x.q_miss, "do": x.q_miss, "stats": x.dq_miss, "dp": x.s_miss, "ds": x.p_miss, "ds_again": x.p_miss}
+    shares |= {"dk": x.kv_miss, "dv": x.kv_miss, "dq": x.dq_miss}
+    shares |= dict.fromkeys(("q_again", "do_again", "k_again"), 0 * x.kv_miss)  # read before in the same step
     return shares.get(stage.tensor, 1.0)

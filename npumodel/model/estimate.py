@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +13,23 @@ import numpy as np
 from .. import units
 from ..hardware import DeviceSpec
 from ..hardware.spec import OVERFLOWS
-from ..tile import TileConfig
-from ..workload import AttentionShape
+from ..tile import MatmulTile, SoftmaxTile, TileConfig
+from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 from . import tiling
 from .cost import GRADIENT_OPTIONS, KernelPrice, Options, Price, price
-from .durations import COMBINE, TimeConstants, time_constants
-from .graph import STAGE_TITLES, compile_graph
+from .durations import AFTER, BEFORE, COMBINE, TimeConstants, time_constants
+from .graph import OTHER_TITLES, STAGE_TITLES, compile_graph, graph_of, masked
 from .stages import GM_PATHS, StageTable, stage_table
-from .tiling import Problem
+from .tiling import AnyProblem, AnyTile
 
 
 @partial(jax.jit, static_argnames="options")
-def _priced(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> Price:
+def _priced(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> Price:
     return price(time_constants(d, options.dtype), p, tile, d, options)
 
 
 @partial(jax.jit, static_argnames="options", compiler_options=GRADIENT_OPTIONS)
-def _broken_down(p: Problem, tile: TileConfig, d: DeviceSpec, options: Options) -> TimeConstants:
+def _broken_down(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> TimeConstants:
     """Each time constant times the gradient of the seconds with respect to it."""
     t = time_constants(d, options.dtype)
     gradient = jax.grad(lambda t: price(t, p, tile, d, options).seconds)(t)
@@ -75,10 +76,12 @@ class Footprint:
 class Cost:
     """What one call costs on one device, all in SI units.
 
+    shape, tile    what was asked: an AttentionShape and a TileConfig, or a MatmulShape or SoftmaxShape and its tile
     seconds        total, launches included
     stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size
     traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
-    l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1
+    l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1; 1 where
+                   it reads nothing
     l2_hit_rate    share of the bytes asked from global memory that L2 serves
     launches, launch_seconds
     breakdown      seconds by time constant (see `durations.TimeConstants`), by gradient, when asked for
@@ -90,9 +93,9 @@ class Cost:
     busiest_core   number of the core that works longest, of the longest kernel
     """
 
-    shape: AttentionShape
+    shape: Any
     device: str
-    tile: TileConfig
+    tile: Any
     seconds: float
     stages: tuple[StageCost, ...]
     traffic: dict[str, float]
@@ -146,7 +149,7 @@ class Cost:
 
     def table(self) -> str:
         """The article's stage table, one row an op: "[Softmax    ] vector_core: 0.56ms | dma_wait: 0.04ms"."""
-        width = max(len(title) for title, _ in _TITLES.values())
+        width = max(len(title) for _, title, _ in STAGE_TITLES)
         times = [(units.milliseconds(row.busy), units.milliseconds(row.dma_wait)) for row in self.rows]
         return "\n".join(
             f"[{row.title:<{width}}] {row.unit}: {busy} | dma_wait: {wait}"
@@ -155,13 +158,14 @@ class Cost:
 
 
 _COMPUTE_PIPES = ("CUBE", "VECTOR")
-_FIRST, *_LATER = ((op, (title, unit)) for op, title, unit in STAGE_TITLES)
+_FIRST, *_LATER = STAGE_TITLES
 #: Op -> (title, unit), in order. The mask is an op of its own only in an unfused call.
-_TITLES = dict([_FIRST, ("mask", ("Mask", "vector_core")), *_LATER])
+_TITLES = {op: (title, unit) for op, title, unit in (_FIRST, *OTHER_TITLES, *_LATER)}
 
 
-def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, overlap: bool = True) -> Cost:
-    """Price one call with an explicit tile.
+def estimate(shape: Shape, device: DeviceSpec, tile: AnyTile, *, overlap: bool = True) -> Cost:
+    """Price one call with an explicit tile: a TileConfig, for a MatmulShape a MatmulTile, for a SoftmaxShape a
+    SoftmaxTile.
 
     overlap False prices the same work with no transfer beside any computation.
     A call whose tensors alone are larger than the HBM has no plan that fits; it is priced all the same, as a question
@@ -177,11 +181,11 @@ def estimate(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, ove
     return _cost(shape, device, tile, options, jax.device_get(_priced(*arguments(shape, tile, device), options)))
 
 
-def arguments(shape: AttentionShape, tile: TileConfig, device: DeviceSpec):
+def arguments(shape: Shape, tile: AnyTile, device: DeviceSpec) -> Any:
     """(Problem, tile, device) as arrays of the default real type, so that calls share one compilation."""
     time_constants(device, shape.dtype)  # an unknown dtype is refused before anything is compiled
     chip = device.anonymous().replace(overflow=OVERFLOWS[0])  # judged by `illegal`, of no interest to the price
-    return jax.tree.map(_real, (Problem.of(shape), tile, chip))
+    return jax.tree.map(_real, (tiling.problem_of(shape), tile, chip))
 
 
 def _real(x):
@@ -189,26 +193,31 @@ def _real(x):
 
 
 @partial(jax.jit, static_argnames="masked")
-def _footprints(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
+def _footprints(p: AnyProblem, tile: AnyTile, d: DeviceSpec, masked: bool):
+    p, tile = tiling.lowered(p, tile, d)
     b = tiling.cut(p, tile)
-    graph = compile_graph(masked, tile.fusion)
+    graph = compile_graph(masked, tile.fusion, p.kind)
     feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in graph.kernels]
     return {name: jnp.stack([f[name] for f in feet]).max(0) for name in feet[0]}
 
 
-def footprints(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> tuple[Footprint, ...]:
+def footprints(shape: Shape, device: DeviceSpec, tile: AnyTile) -> tuple[Footprint, ...]:
     """Bytes needed and available of every buffer, the largest over the kernels of the call."""
-    needed = _footprints(*arguments(shape, tile, device), masked=shape.mask is not None)
+    needed = _footprints(*arguments(shape, tile, device), masked=masked(shape))
     available = tiling.capacities(device)
     return tuple(Footprint(name, float(n), float(available[name])) for name, n in needed.items())
 
 
-def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
+def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
-    heads that do not divide. HBM: only where the tensors of the call would fit without this plan's workspace.
+    heads that do not divide. HBM: only where the tensors of the call would fit without this plan's workspace. Backward:
+    one for every knob that it does not have; the buffers then go unchecked.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
+    problems = _knobs_without_backward(tile) if isinstance(shape, AttentionShape) and shape.backward else []
+    if problems:
+        return problems
     feet = footprints(shape, device, tile)
     tolerated = {"L1"} if device.overflow == "spill" else set()
     tolerated |= {"HBM"} if too_large(shape, device) else set()
@@ -217,13 +226,15 @@ def illegal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list
         for f in feet
         if not f.fits and f.buffer not in tolerated
     ]
+    if not isinstance(shape, AttentionShape) or not isinstance(tile, TileConfig):
+        return problems
     group = shape.q_heads // shape.kv_heads
     if group % tile.heads_packed:
         problems.append(f"heads_packed: expected a divisor of q_heads / kv_heads = {group}, got {tile.heads_packed}")
     return problems
 
 
-def too_large(shape: AttentionShape, device: DeviceSpec) -> str | None:
+def too_large(shape: Shape, device: DeviceSpec) -> str | None:
     """A sentence if the tensors of a call do not fit into the HBM (then no plan does), with the bytes needed and those
     there are; else None."""
     needed, available = shape.tensor_bytes, device.hbm_bytes
@@ -235,12 +246,23 @@ def too_large(shape: AttentionShape, device: DeviceSpec) -> str | None:
     )
 
 
+def _knobs_without_backward(tile: AnyTile) -> list[str]:
+    wanted = {"fusion": "fused", "heads_packed": 1, "split_kv": 1}
+    found = {name: getattr(tile, name, value) for name, value in wanted.items()}
+    return [
+        f"{name}: expected {value!r} for the backward pass, got {found[name]!r}"
+        for name, value in wanted.items()
+        if found[name] != value
+    ]
+
+
 def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> Cost:
-    graph = compile_graph(options.masked, tile.fusion)
+    graph = graph_of(shape, getattr(tile, "fusion", "fused"))
     tables = [stage_table(kernel, device.arch) for kernel in graph.kernels]
     pairs = list(zip(tables, result.kernels, strict=True))
     stages = tuple(stage for table, k in pairs for stage in (*_stages(table, k), *_combine_stages(device, tile, k)))
-    actions = {s.name: s.action for table in tables for s in table.stages} | {name: path for name, _, path in COMBINE}
+    actions = {s.name: s.action for table in tables for s in table.stages}
+    actions |= {name: path for name, _, path in (*COMBINE, *BEFORE, *AFTER)}
     traffic: dict[str, float] = {}
     for stage in stages:
         if actions[stage.name] not in ("matmul", "vector"):
@@ -255,7 +277,7 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
     together: dict[str, float] = {"HBM": sum(memory)}
     for stage in stages:
         together[stage.pipe] = together.get(stage.pipe, 0.0) + stage.busy
-    tasks, steps = tasks_and_steps(shape, tile)
+    tasks, steps = tasks_and_steps(shape, tile, device)
     return Cost(
         shape=shape,
         device=device.name,
@@ -263,7 +285,7 @@ def _cost(shape, device: DeviceSpec, tile, options: Options, result: Price) -> C
         seconds=float(result.seconds),
         stages=stages,
         traffic=traffic,
-        l1_hit_rate=max(0.0, 1 - fills / reads),
+        l1_hit_rate=max(0.0, 1 - fills / reads) if reads else 1.0,
         l2_hit_rate=1 - traffic["hbm"] / asked,
         launches=graph.launches,
         launch_seconds=launch,
@@ -292,19 +314,31 @@ def _stages(table: StageTable, k: KernelPrice) -> list[StageCost]:
     ]
 
 
-def _combine_stages(device: DeviceSpec, tile: TileConfig, k: KernelPrice) -> list[StageCost]:
-    """What joins the parts of split keys, if they are split; nothing runs beside it."""
-    if tile.split_kv == 1:
+def _combine_stages(device: DeviceSpec, tile: AnyTile, k: KernelPrice) -> list[StageCost]:
+    """What all cores do together once: joining the parts of split keys, if they are split, or what comes before and
+    after the tasks of a backward pass. Nothing runs beside it."""
+    backward = "delta" in k.combine.seconds
+    if not backward and (not isinstance(tile, TileConfig) or tile.split_kv == 1):
         return []
-    pipes = [pipe if pipe == "VECTOR" or device.arch == "coupled" else f"{pipe}.V" for _, pipe, _ in COMBINE]
+    chosen, op = (BEFORE + AFTER, "softmax_grad") if backward else (COMBINE, "softmax")
+    pipes = [pipe if pipe == "VECTOR" or device.arch == "coupled" else f"{pipe}.V" for _, pipe, _ in chosen]
     return [
-        StageCost(name, "softmax", pipe, float(k.combine.seconds[name]), 0.0, float(k.combine.bytes[name]))
-        for (name, _, _), pipe in zip(COMBINE, pipes, strict=True)
+        StageCost(name, op, pipe, float(k.combine.seconds[name]), 0.0, float(k.combine.bytes[name]))
+        for (name, _, _), pipe in zip(chosen, pipes, strict=True)
     ]
 
 
-def tasks_and_steps(shape: AttentionShape, tile: TileConfig) -> tuple[int, int]:
-    """(tasks, steps of all tasks) of the whole call, counted in integers: exact for any size."""
+def tasks_and_steps(shape: Shape, tile: AnyTile, device: DeviceSpec | None = None) -> tuple[int, int]:
+    """(tasks, steps of all tasks) of the whole call, counted in integers: exact for any size. device: for a softmax,
+    whose rows all cores share."""
+    if isinstance(shape, MatmulShape) and isinstance(tile, MatmulTile):
+        tasks = shape.batch * -(-shape.m // tile.block_m) * -(-shape.n // tile.block_n)
+        return tasks, tasks * -(-shape.k // tile.block_k)
+    if isinstance(shape, SoftmaxShape) and isinstance(tile, SoftmaxTile) and device is not None:
+        each = -(-shape.rows // min(int(device.cube_cores), shape.rows))
+        whole, rest = divmod(shape.rows, each)
+        return whole + (rest > 0), whole * -(-each // tile.block_rows) + -(-rest // tile.block_rows)
+    assert isinstance(shape, AttentionShape) and isinstance(tile, TileConfig)  # `lowered` has refused the rest
     begin, end = kv_blocks(shape, tile)
     stacks = shape.batch * shape.q_heads // tile.heads_packed
     return stacks * len(begin) * tile.split_kv, stacks * int((end - begin).sum())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..workload import AttentionShape
+from ..workload import AttentionShape, Shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One node: `kind` is "qk" | "mask" | "softmax" | "pv"; `unit` is "cube" or "vector"; tensors by name."""
+    """One node: `kind` is "qk" | "mask" | "softmax" | "pv", or an op of the graphs below; `unit` is "cube" or "vector";
+    tensors by name."""
 
     kind: str
     title: str
@@ -54,11 +55,34 @@ _MASK = Op("mask", "Mask", "vector", ("s", "mask"), "s_masked")
 _SOFTMAX = Op("softmax", "Softmax", "vector", ("s",), "p")
 _PV = Op("pv", "MatMul(P,V)", "cube", ("p", "v"), "o")
 
+#: Graphs of one op that are no part of attention.
+_SINGLE = {
+    "matmul": Op("matmul", "MatMul", "cube", ("a", "b"), "c"),
+    "softmax": Op("row_softmax", "Softmax", "vector", ("x",), "y"),
+}
+
+#: The backward pass, one kernel as the vendor's FlashAttentionScoreGrad is.
+_BACKWARD = (
+    _QK,
+    Op("dp", "MatMul(dO,V)", "cube", ("do", "v"), "dp"),
+    _MASK,
+    Op("softmax_grad", "SoftmaxGrad", "vector", ("s", "dp", "o", "do"), "ds"),
+    Op("dv", "MatMul(P,dO)", "cube", ("p", "do"), "dv"),
+    Op("dk", "MatMul(dS,Q)", "cube", ("ds", "q"), "dk"),
+    Op("dq", "MatMul(dS,K)", "cube", ("ds", "k"), "dq"),
+)
+
 #: Titles of the three ops that every call has, in order, and the unit that runs each (the article's names).
 STAGE_TITLES = (
     ("qk", "MatMul(Q,K)", "tensor_core"),
     ("softmax", "Softmax", "vector_core"),
     ("pv", "MatMul(P,V)", "tensor_core"),
+)
+#: Of the ops that only some calls have.
+OTHER_TITLES = (
+    ("mask", "Mask", "vector_core"),
+    ("matmul", "MatMul", "tensor_core"),
+    *((op.kind, op.title, f"{op.unit}_core".replace("cube", "tensor")) for op in _BACKWARD if op not in (_QK, _MASK)),
 )
 
 
@@ -117,11 +141,25 @@ def _joins(before: Op, after: Op, fusion: str) -> tuple[bool, str]:
     return True, f"joined, {barrier}"
 
 
-def compile_graph(masked: bool, fusion: str) -> Graph:
-    """The passes in order: lower, fold the mask, fuse."""
+def compile_graph(masked: bool, fusion: str, kind: str = "attention") -> Graph:
+    """The passes in order: lower, fold the mask, fuse. kind: see `tiling.Problem`.
+
+    Raises ValueError for a backward pass in several kernels.
+    """
+    if kind == "backward":
+        if fusion != "fused":
+            raise ValueError(f"fusion: expected 'fused' for the backward pass, got {fusion!r}")
+        return Graph((Kernel(tuple(op for op in _BACKWARD if masked or op is not _MASK)),))
+    if kind in _SINGLE:
+        return Graph((Kernel((_SINGLE[kind],)),))
     return fuse(fold_mask(lower(), masked), fusion)
 
 
-def graph_of(shape: AttentionShape, fusion: str = "fused") -> Graph:
+def graph_of(shape: Shape, fusion: str = "fused") -> Graph:
     """The graph that a call of this shape runs as."""
-    return compile_graph(shape.mask is not None, fusion)
+    return compile_graph(masked(shape), fusion, shape.kind)
+
+
+def masked(shape: Shape) -> bool:
+    """Whether the call reads a mask tensor."""
+    return isinstance(shape, AttentionShape) and shape.mask is not None

@@ -27,7 +27,8 @@ VECTOR_PATHS = ("gm_ub", "ub_gm", "ub_l1", "l0c_ub")
 class Stage:
     """One row of a stage table.
 
-    op       the graph op that it serves: "qk" | "mask" | "softmax" | "pv"
+    op       the graph op that it serves: "qk" | "mask" | "softmax" | "pv" | "matmul" | "dp" | "softmax_grad" | "dv" |
+             "dk" | "dq"
     action   "matmul" | "vector", or the data path of a transfer: "gm_l1", "gm_ub", "ub_gm", "l0c_gm", "l0c_ub", "ub_l1"
     tensor   the tensor moved or made
     waits    stages of the same iteration that end before it starts
@@ -101,12 +102,19 @@ class StageTable:
 #: Slots of each buffer. K and V by the tile; P waits in L1 (coupled, direct) or in the workspace (split) for a back
 #: stage that lags by the lookahead; the rest is ping-pong (2), as the vendor's kernels do for L0C, UB and workspace.
 _DEPTHS = {"L1.K": "buffers", "L1.V": "buffers", "L1.P_ahead": "lookahead", "GM.P": "lookahead"}
+_DEPTHS |= {"L1.A": "buffers", "L1.B": "buffers"}
+#: Backward: the operands of the first two products by the tile, those of the others one slot each; where K stays in L1
+#: until dQ, and for P and dS, as P in the forward pass.
+_DEPTHS |= {"L1.Q": "buffers", "L1.dO": "buffers", "L1.K_ahead": "lookahead", "L1.dS_ahead": "lookahead"}
+_DEPTHS |= {"GM.dS": "lookahead", "L1.dO_again": 1, "L1.Q_again": 1, "L1.K_again": 1, "L1.dS": 1, "L1.dS_again": 1}
 _PING_PONG = 2
 
 
 def stage_table(kernel: Kernel, arch: str) -> StageTable:
     """Lower one kernel to its stages on "coupled", "split" or "direct"."""
-    if len(kernel.ops) > 1:
+    if "softmax_grad" in kernel.kinds:
+        stages = _backward(arch, "mask" in kernel.kinds)
+    elif len(kernel.ops) > 1:
         stages = _fused(arch, "qk" in kernel.kinds, "mask" in kernel.kinds)
     else:
         stages = _ALONE[kernel.kinds[0]](arch)
@@ -208,6 +216,86 @@ def _fused_output(arch: str) -> tuple[Stage, ...]:
     )
 
 
+# Backward: five products, and one pass over the scores between them ------------------------------------------------
+
+
+def _backward(arch: str, masked: bool) -> tuple[Stage, ...]:
+    """A task is a q block, its steps are kv blocks, as in the forward pass; dQ, dK and dV of every step are added up in
+    float32 in global memory (atomic adds by fixpipe; coupled: by MTE3), since no core sees all that goes into them.
+
+    split, as the vendor's SameAB template (ops-transformer 2f82d47a, flash_attention_score_grad_s1s2_bn2gs1s2_sab.h):
+    every product fetches its own operands from global memory. Elsewhere Q and dO stay in L1 for the task and K until
+    dQ, and P and dS come from UB (vendor's design document of the 950: UB to L1, operands reused; which ones, and
+    coupled cores, are assumed). What comes before and after all tasks is no part of the table: see `durations.BEFORE`.
+    """
+    again, crosses = arch == "split", arch != "split"
+    reader = "mask" if masked else "softmax_grad"
+    moves_s, ready_s = _cube_to_vector(arch, "qk_matmul", "s", "front", reader)
+    moves_dp, ready_dp = _cube_to_vector(arch, "dp_matmul", "dp", "front", "softmax_grad")
+    free_s, free_dp = (reader, "softmax_grad") if arch == "coupled" else ("fixpipe_s", "fixpipe_dp")
+    mte2, when = _mte2_vector(arch), "step" if again else "task_start"
+    resident = [("q", "qk", "L1.Q", "qk_matmul"), ("do", "dp", "L1.dO", "dp_matmul")]
+    load_q, load_do = (
+        Stage(f"load_{x}", "MTE2", op, "gm_l1", x, (), False, *((slot, user) if again else (None, None)), when=when)
+        for x, op, slot, user in resident
+    )
+    k_slot = ("L1.K", "qk_matmul") if again else ("L1.K_ahead", "dq_matmul")
+    front = (
+        load_q,
+        Stage("load_k", "MTE2", "qk", "gm_l1", "k", (), False, *k_slot),
+        Stage("qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), False, "L0C.S", free_s),
+        load_do,
+        Stage("load_v", "MTE2", "dp", "gm_l1", "v", (), False, "L1.V", "dp_matmul"),
+        Stage("dp_matmul", CUBE, "dp", "matmul", "dp", ("load_do", "load_v"), False, "L0C.dP", free_dp),
+        Stage("load_stats", mte2, "softmax_grad", "gm_ub", "stats", (), False, "UB.stats", "softmax_grad"),
+        *(dataclasses.replace(stage, op="softmax_grad") for stage in moves_s + moves_dp),
+    )
+    if masked:
+        front += (
+            Stage("load_mask", mte2, "softmax_grad", "gm_ub", "mask", (), False, "UB.mask", "mask"),
+            Stage("mask", VECTOR, "softmax_grad", "vector", "mask", (ready_s, "load_mask"), crosses),
+        )
+    waits = ("mask" if masked else ready_s, ready_dp, "load_stats")
+    front += (Stage("softmax_grad", VECTOR, "softmax_grad", "vector", "ds", waits, crosses),)
+    return front + _backward_products(arch)
+
+
+def _backward_products(arch: str) -> tuple[Stage, ...]:
+    """P and dS to the cube, and the three products that take them."""
+    stages: tuple[Stage, ...] = ()
+    for tensor, op, name, last in (("p", "dv", "P", "dv"), ("ds", "dk", "dS", "dq")):
+        store = Stage(f"store_{tensor}", _mte3(arch), op, "ub_l1", tensor, ("softmax_grad",))
+        if arch == "split":
+            reader = "load_p" if tensor == "p" else "load_ds_again"
+            store = dataclasses.replace(store, action="ub_gm", buffer=f"GM.{name}", freed_by=reader)
+        else:
+            store = dataclasses.replace(store, buffer=f"L1.{name}_ahead", freed_by=f"{last}_matmul")
+        stages += (store,)
+    for op, left, right in (("dv", "p", "do"), ("dk", "ds", "q"), ("dq", "ds_again", "k")):
+        stored, matmul, more = f"store_{left.removesuffix('_again')}", f"{op}_matmul", f"{right}_again"
+        slots = {"p": "L1.P", "ds": "L1.dS", "ds_again": "L1.dS_again", "do": "L1.dO", "q": "L1.Q", "k": "L1.K"}
+        loads = (
+            Stage(f"load_{left}", "MTE2", op, "gm_l1", left, (stored,), True, slots[left], matmul, "back"),
+            Stage(f"load_{more}", "MTE2", op, "gm_l1", more, (), False, f"{slots[right]}_again", matmul, "back"),
+        )
+        loads = loads if arch == "split" else ()
+        waits = tuple(stage.name for stage in loads) or (stored,)
+        drained = f"drain_{op}" if arch == "coupled" else f"fixpipe_{op}"
+        product = Stage(matmul, CUBE, op, "matmul", op, waits, not loads, f"L0C.{op}", drained, "back")
+        stages += (*loads, product, *_accumulate(arch, op, matmul))
+    return stages
+
+
+def _accumulate(arch: str, op: str, matmul: str) -> tuple[Stage, ...]:
+    """A block of a gradient from L0C, added to what is in global memory."""
+    if arch != "coupled":
+        return (Stage(f"fixpipe_{op}", FIXP, op, "l0c_gm", op, (matmul,), group="back"),)
+    return (
+        Stage(f"drain_{op}", VECTOR, op, "vector", op, (matmul,), True, f"UB.{op}", f"store_{op}", "back"),
+        Stage(f"store_{op}", "MTE3", op, "ub_gm", op, (f"drain_{op}",), group="back"),
+    )
+
+
 # Unfused: one op a kernel, its operands from global memory and back -------------------------------------------------
 
 
@@ -244,9 +332,30 @@ def _vector_alone(op: str, result: str):
     return stages
 
 
+def _matmul_alone(arch: str) -> tuple[Stage, ...]:
+    """C = A B as P V: the same stages by names of their own, A and B in as many slots as the tile has buffers."""
+    names = dict(load_p="load_a", load_v="load_b", pv_matmul="matmul", fixpipe_o="fixpipe_c", drain_o="drain_c")
+    names |= {"store_o": "store_c", "L1.P": "L1.A", "L1.V": "L1.B"}
+    return tuple(dataclasses.replace(_renamed(stage, names), op="matmul") for stage in _pv_alone(arch))
+
+
+def _softmax_alone(arch: str) -> tuple[Stage, ...]:
+    names = dict(load_s="load_x", store_p="store_y")
+    return tuple(_renamed(stage, names) for stage in _vector_alone("softmax", "p")(arch))
+
+
+def _renamed(stage: Stage, names: dict[str, str]) -> Stage:
+    """The stage with other names of stages and buffers."""
+    found = {field: getattr(stage, field) for field in ("name", "buffer", "freed_by")}
+    fields: dict = {field: names.get(name, name) for field, name in found.items()}
+    return dataclasses.replace(stage, **fields, waits=tuple(names.get(name, name) for name in stage.waits))
+
+
 _ALONE = {
     "qk": _qk_alone,
     "mask": _vector_alone("mask", "s"),
     "softmax": _vector_alone("softmax", "p"),
     "pv": _pv_alone,
+    "matmul": _matmul_alone,
+    "row_softmax": _softmax_alone,
 }

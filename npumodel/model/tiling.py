@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, floor_sum, gate
-from ..tile import TileConfig
-from ..workload import AttentionShape
+from ..tile import MatmulTile, SoftmaxTile, TileConfig
+from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 
 #: Side of one matrix fractal (vendor: load rows and columns in multiples of 16).
 FRACTAL = 16
@@ -35,6 +35,9 @@ class Problem:
                 where nothing is cut off
     v_loads     1, or 0 where V is a view of K and is never moved on its own
     softcap     1 or 0
+    kind        "attention", "backward" (of attention); "matmul", "softmax": what `lowered` makes of those
+    v_tail      v_head_dim of the last head, where that differs (matmul)
+    piece       columns of a row that a vector pass works on at once (softmax)
     """
 
     batch: Any
@@ -50,6 +53,9 @@ class Problem:
     mask_bytes: Any
     v_loads: Any
     softcap: Any
+    v_tail: Any = None
+    piece: Any = None
+    kind: str = dataclasses.field(default="attention", metadata={"static": True})
 
     @classmethod
     def of(cls, shape: AttentionShape) -> Problem:
@@ -58,7 +64,69 @@ class Problem:
             *map(float, (shape.head_dim, shape.v_head_dim, *shape.band, shape.element_bytes, shape.mask_bytes)),
             v_loads=float(not shape.v_in_k),
             softcap=float(shape.softcap),
+            kind=shape.kind,
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatmulProblem:
+    """A MatmulShape as reals."""
+
+    batch: Any
+    m: Any
+    n: Any
+    k: Any
+    element_bytes: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SoftmaxProblem:
+    """A SoftmaxShape as reals."""
+
+    rows: Any
+    cols: Any
+    element_bytes: Any
+
+
+#: Anything that `cost.price` takes, and the tile that goes with it.
+AnyProblem = Problem | MatmulProblem | SoftmaxProblem
+AnyTile = TileConfig | MatmulTile | SoftmaxTile
+
+
+def problem_of(shape: Shape) -> AnyProblem:
+    """A shape as reals."""
+    if isinstance(shape, MatmulShape):
+        return MatmulProblem(*map(float, (shape.batch, shape.m, shape.n, shape.k, shape.element_bytes)))
+    if isinstance(shape, SoftmaxShape):
+        return SoftmaxProblem(*map(float, (shape.rows, shape.cols, shape.element_bytes)))
+    return Problem.of(shape)
+
+
+def lowered(p: AnyProblem, tile: AnyTile, d: DeviceSpec, temperature=0.0) -> tuple[Problem, TileConfig]:
+    """A call and its tile as attention's kernels see them.
+
+    A matmul is P V on its own: A is P [m, k], a column block of B and of C is V [k, block_n] and O [m, block_n] of a
+    head, so that there are ceil(n / block_n) heads, the last one ragged. A softmax is that of S on its own, transposed:
+    the steps go along its rows, and a core's rows are a head; if the cores cannot share them evenly, the last head has
+    fewer rows, and the number of heads is a fraction.
+    """
+    if isinstance(p, MatmulProblem) and isinstance(tile, MatmulTile):
+        width = jnp.minimum(tile.block_n, p.n)
+        heads = ceil_div(p.n, width, temperature)
+        tail = jnp.clip(p.n - (heads - 1) * width, 0.0, width)
+        sizes = (p.batch, heads, heads, p.m, p.k, 0.0, width, -p.m, p.k, p.element_bytes)
+        as_pv = Problem(*sizes, 0.0, 1.0, 0.0, v_tail=tail, kind="matmul")
+        return as_pv, TileConfig(tile.block_m, tile.block_k, tile.buffers, 0)
+    if isinstance(p, SoftmaxProblem) and isinstance(tile, SoftmaxTile):
+        rows = ceil_div(p.rows, jnp.minimum(d.cube_cores, p.rows), temperature)
+        sizes = (1.0, p.rows / rows, 1.0, p.cols, rows, 0.0, 0.0, -p.cols, rows, p.element_bytes)
+        piece = jnp.minimum(tile.block_cols, p.cols)
+        return Problem(*sizes, 0.0, 1.0, 0.0, piece=piece, kind="softmax"), TileConfig(p.cols, tile.block_rows, 2, 0)
+    if isinstance(p, Problem) and isinstance(tile, TileConfig):
+        return p, tile
+    raise ValueError(f"tile: expected the kind that goes with a {type(p).__name__}, got a {type(tile).__name__}")
 
 
 #: Tasks of a head that the schedule looks at one by one; of more, the middles of this many equal ranges.
@@ -195,7 +263,9 @@ class Traffic(NamedTuple):
     waves       tasks of the busiest core
     sharing     cores at work at a time, in the mean: those that share HBM
     kv_miss     share of K and V bytes that come from HBM
-    s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2
+    s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2; backward: of S and dP, of
+                P and dS, and of the sums of dQ, dK and dV at the end
+    q_miss, dq_miss   share of the bytes of Q (dO alike) and of dQ that come from, or end up in, HBM
     spill       share of the L1 working set that does not fit and is fetched again every step
     """
 
@@ -209,6 +279,8 @@ class Traffic(NamedTuple):
     p_miss: Any
     o_miss: Any
     spill: Any
+    q_miss: Any = 1.0
+    dq_miss: Any = 1.0
 
 
 def share_of_chip(
@@ -219,7 +291,14 @@ def share_of_chip(
     Assumed (no source says how the L2 replaces lines): it holds the blocks that the cores hand to each other, which are
     read back at once, then K and V of the heads in flight (those that a window has left behind are not); what fits is
     read from HBM once, the rest every time. What lies between two kernels finds room in what is left.
+
+    Backward: the float32 sums of dK and dV lie beside K and V, and an atomic add costs HBM what a write does. A task's
+    Q, dO and dQ stay in L2. Of all sums, what fits is still there when they are cast at the end.
     """
+    if p.kind == "matmul":
+        return _share_of_matmul(p, d, b, l1_bytes, temperature)
+    if p.kind == "softmax":
+        return _share_of_softmax(p, d, b, temperature)
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
     active = active_cores(p, tile, d, b)
@@ -227,7 +306,8 @@ def share_of_chip(
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
-    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * near
+    sums = near / row_bytes * (p.head_dim + p.v_head_dim) * ACC_BYTES if p.kind == "backward" else 0.0
+    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * (near + sums)
     workspace, between = workspace_bytes(p, tile, d, b, kinds)
     resident = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - workspace, 0.0) / in_flight)
     handed = jnp.minimum(1.0, d.l2_bytes / jnp.maximum(workspace, 1.0))
@@ -236,6 +316,10 @@ def share_of_chip(
     once = p.batch * p.kv_heads * seen
     asked = stacks * kv_rows(b) * row_bytes
     kv_bytes = once + jnp.maximum(asked - once, 0.0) * (1 - resident)
+    q_miss = dq_miss = jnp.ones_like(resident)
+    if p.kind == "backward":
+        dq_miss = jnp.minimum(1.0, p.q_len / ((b.steps - b.last_steps) * b.rows + b.last_steps * b.tail_rows))
+        q_miss = dq_miss if d.arch == "split" else q_miss
     return Traffic(
         stacks,
         active,
@@ -243,9 +327,46 @@ def share_of_chip(
         waves=waves,
         sharing=tasks / waves,
         kv_miss=jnp.minimum(kv_bytes / asked, 1.0),
-        s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) else between_miss,
-        p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) else between_miss,
-        o_miss=1 - handed,
+        s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) or p.kind == "backward" else between_miss,
+        p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) or p.kind == "backward" else between_miss,
+        o_miss=1 - (jnp.minimum(1.0, d.l2_bytes / sum_bytes(p)) if p.kind == "backward" else handed),
+        spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
+        q_miss=q_miss,
+        dq_miss=dq_miss,
+    )
+
+
+def sum_bytes(p: Problem):
+    """Bytes of the float32 sums of dQ, dK and dV."""
+    per_column = p.q_heads * p.q_len * p.head_dim + p.kv_heads * p.kv_len * (p.head_dim + p.v_head_dim)
+    return p.batch * per_column * ACC_BYTES
+
+
+def _share_of_matmul(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, temperature) -> Traffic:
+    """A is "p", B is "v". Assumed: blocks of C are dealt out to the cores column block by column block. The L2 holds
+    the columns of B that the cores work on, then A. Of both, what fits is read from HBM once; the rest of B for every
+    row block, the rest of A for every group of column blocks that are worked on side by side."""
+    stacks = p.batch * p.q_heads
+    tasks = stacks * b.q_blocks
+    active = jnp.minimum(d.cube_cores, tasks)
+    waves = ceil_div(tasks, d.cube_cores, temperature)
+    beside = jnp.clip(active / b.q_blocks, 1.0, stacks)
+    columns = beside * p.kv_len * p.v_head_dim * p.element_bytes
+    rows = jnp.maximum(beside / p.q_heads, 1.0) * p.q_len * p.kv_len * p.element_bytes  # A of every product in flight
+    b_kept = jnp.minimum(1.0, d.l2_bytes / columns)
+    a_kept = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - columns, 0.0) / rows)
+    groups = jnp.maximum(p.q_heads / beside, 1.0)
+    one = jnp.ones_like(rows)
+    return Traffic(
+        stacks * one,
+        active,
+        tasks,
+        waves=waves,
+        sharing=tasks / waves,
+        kv_miss=(1 + (b.q_blocks - 1) * (1 - b_kept)) / b.q_blocks,
+        s_miss=one,
+        p_miss=(1 + (groups - 1) * (1 - a_kept)) / p.q_heads,
+        o_miss=one,
         spill=jnp.maximum(0.0, 1 - d.l1_bytes / l1_bytes),
     )
 
@@ -260,6 +381,31 @@ def active_cores(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks):
     return jnp.minimum(launched_cores(tile, d), p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
 
 
+def _share_of_softmax(p: Problem, d: DeviceSpec, b: Blocks, temperature) -> Traffic:
+    """Everything crosses HBM once; rows that are read twice come from there again as far as the L2 cannot hold the
+    rows that the cores work on."""
+    tasks = ceil_div(p.q_heads, 1.0, temperature)
+    one, again = jnp.ones_like(tasks + b.cols), read_again(p, temperature)
+    kept = jnp.minimum(1.0, d.l2_bytes / (tasks * b.cols * p.q_len * p.element_bytes))
+    return Traffic(
+        p.q_heads * one,
+        tasks * one,
+        tasks * one,
+        waves=one,
+        sharing=tasks * one,
+        kv_miss=one,
+        s_miss=(1 + again * (1 - kept)) / (1 + again),
+        p_miss=one,
+        o_miss=one,
+        spill=0 * one,
+    )
+
+
+def read_again(p: Problem, temperature=0.0):
+    """1 where a softmax that is all of the call reads its rows twice, since a vector pass cannot hold one; else 0."""
+    return gate(ceil_div(p.q_len, p.piece, temperature) - 1)
+
+
 def kv_rows(b: Blocks):
     """Rows of K (and of V) that all tasks of a head read."""
     return (b.steps - b.reach_end) * b.cols + b.reach_end * b.tail_cols
@@ -267,6 +413,18 @@ def kv_rows(b: Blocks):
 
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
     """Bytes that a kernel of these ops needs in every buffer of a core (its UB: of one vector unit), and in HBM."""
+    if p.kind == "matmul":
+        core = _matmul_footprints(p, tile, d, b)
+    elif p.kind == "softmax":
+        core = _softmax_footprints(p, d, b)
+    elif p.kind == "backward":
+        core = _backward_footprints(p, tile, d, b)
+    else:
+        core = _attention_footprints(p, tile, d, b, kinds)
+    return core | {"HBM": tensor_bytes(p) + hbm_workspace(p, tile, d, b, kinds) + 0 * core["UB"]}
+
+
+def _attention_footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
     e, split, all_rows = p.element_bytes, d.arch == "split", b.rows * tile.heads_packed
     q, k, v = all_rows * p.head_dim * e, b.piece_cols * p.head_dim * e, b.piece_cols * p.v_head_dim * p.v_loads * e
     ping_pong = split or len(kinds) == 1  # pieces of P from global memory; else P waits whole for a stage that lags
@@ -294,8 +452,58 @@ def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tu
         "L0B": _largest([2 * width * depth * e for depth, width in cube], zero),
         "L0C": _largest([2 * m0 * width * ACC_BYTES for _, width in cube], zero),
         "UB": ub if set(kinds) & {"mask", "softmax"} else zero,
-        "HBM": tensor_bytes(p) + hbm_workspace(p, tile, d, b, kinds) + zero,
     }
+
+
+def _backward_footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks) -> dict:
+    """split: as the vendor's SameAB template, in which Q and dO share their room in L1 and K and V theirs, and P and dS
+    come in two panels as wide as a block of L0. Elsewhere as the stage table says. UB: two tiles of S and of dP, one of
+    P and of dS (float32: in place), and 32 bytes a row for the maximum, the sum and delta; on coupled cores a tile of
+    a gradient on its way out."""
+    e, heads = p.element_bytes, p.head_dim + p.v_head_dim
+    if d.arch == "split":
+        panel = jnp.minimum(L0_BLOCK, jnp.minimum(b.rows, b.cols)) * jnp.maximum(b.rows, b.cols)
+        l1 = (tile.buffers * (b.rows + b.cols) * jnp.maximum(p.head_dim, p.v_head_dim) + 2 * panel) * e
+    else:
+        keys = (tile.lookahead + 1) * p.head_dim + tile.buffers * p.v_head_dim
+        l1 = (b.rows * heads + b.cols * keys + (tile.lookahead + 1) * 2 * b.rows * b.cols) * e
+    rows = b.rows / d.vector_cores_per_cube
+    least = MIN_VECTOR_ROWS * b.cols * ACC_BYTES
+    tile_bytes = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * b.cols * ACC_BYTES), least)
+    copies = 4 + 2 * jnp.where(e < ACC_BYTES, e / ACC_BYTES, 0.0) + (d.arch == "coupled")
+    m, n = jnp.minimum(b.rows, L0_BLOCK), jnp.minimum(b.cols, L0_BLOCK)
+    qk, v = (jnp.minimum(x, L0_BLOCK) for x in (p.head_dim, p.v_head_dim))
+    products = ((m, n, p.head_dim), (m, n, p.v_head_dim), (n, v, b.rows), (n, qk, b.rows), (m, qk, b.cols))
+    k0, zero = l0_depth(d, e), jnp.zeros_like(l1 + rows)
+    return {
+        "L1": l1 + zero,
+        "L0A": _largest([2 * left * jnp.minimum(depth, k0) * e for left, _, depth in products], zero),
+        "L0B": _largest([2 * right * jnp.minimum(depth, k0) * e for _, right, depth in products], zero),
+        "L0C": _largest([2 * left * right * ACC_BYTES for left, right, _ in products], zero),
+        "UB": copies * tile_bytes + 3 * MIN_VECTOR_ROWS * ACC_BYTES * rows,
+    }
+
+
+def _matmul_footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks) -> dict:
+    """The block of C stays in L0C over all steps; a coupled core takes it out through UB, a vector tile at a time."""
+    e, k = p.element_bytes, jnp.minimum(b.cols, l0_depth(d, p.element_bytes))
+    out = b.rows * p.v_head_dim * ACC_BYTES
+    return {
+        "L1": tile.buffers * b.cols * (b.rows + p.v_head_dim) * e,
+        "L0A": 2 * jnp.minimum(b.rows, L0_BLOCK) * k * e,
+        "L0B": 2 * jnp.minimum(p.v_head_dim, L0_BLOCK) * k * e,
+        "L0C": out,
+        "UB": jnp.minimum(out, d.vector_tile_bytes) * (1 + e / ACC_BYTES) * (d.arch == "coupled"),
+    }
+
+
+def _softmax_footprints(p: Problem, d: DeviceSpec, b: Blocks) -> dict:
+    """Of one vector pass: the input and the result, two slots each, and the scores in float32 (assumed: one copy);
+    where a row comes in several pieces, also its maximum and sum, 32 bytes each."""
+    rows, row = jnp.maximum(b.cols / d.vector_cores_per_cube, 1.0), p.piece * ACC_BYTES
+    scores = jnp.maximum(jnp.minimum(d.vector_tile_bytes, rows * row), row)
+    kept = read_again(p) * 2 * MIN_VECTOR_ROWS * ACC_BYTES * rows
+    return dict.fromkeys(("L1", "L0A", "L0B", "L0C"), 0 * kept) | {"UB": scores * (1 + p.element_bytes) + kept}
 
 
 def _largest(values, zero):
@@ -320,16 +528,27 @@ def capacities(d: DeviceSpec) -> dict:
 
 
 def tensor_bytes(p: Problem):
-    """Bytes of q, k, v, o and the mask, as `AttentionShape.tensor_bytes`."""
+    """Bytes of the tensors of the call, as `tensor_bytes` of its shape."""
+    if p.kind == "matmul":
+        n = (p.q_heads - 1) * p.v_head_dim + p.v_tail
+        return p.element_bytes * p.batch * (p.q_len * (p.kv_len + n) + p.kv_len * n)
+    if p.kind == "softmax":
+        return 2 * p.element_bytes * p.q_heads * p.kv_len * p.q_len
     q_side = p.batch * p.q_heads * p.q_len * (p.head_dim + p.v_head_dim)
     kv_side = p.batch * p.kv_heads * p.kv_len * (p.head_dim + p.v_loads * p.v_head_dim)
-    return p.element_bytes * (q_side + kv_side) + p.mask_bytes * p.q_len * p.kv_len
+    gradients = 1 + (p.kind == "backward")
+    return p.element_bytes * gradients * (q_side + kv_side) + p.mask_bytes * p.q_len * p.kv_len
 
 
 def hbm_workspace(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]):
     """Most bytes of global memory beside the tensors of the call at a time: scores, probabilities and partial outputs.
-    Of split keys every part keeps its output until all are joined: float32, row max and row sum (32 bytes each)."""
+    Of split keys every part keeps its output until all are joined: float32, row max and row sum (32 bytes each).
+    Backward: the float32 sums."""
+    if p.kind in ("matmul", "softmax"):
+        return 0.0
     in_flight, between = workspace_bytes(p, tile, d, b, kinds)
+    if p.kind == "backward":
+        return in_flight + between + sum_bytes(p)
     partial = ACC_BYTES * (p.v_head_dim + 2 * MIN_VECTOR_ROWS)
     return in_flight + between + gate(b.parts - 1) * b.parts * p.batch * p.q_heads * p.q_len * partial
 
@@ -338,7 +557,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     """(bytes in flight, bytes that lie between kernels) of scores, probabilities and partial outputs in global memory.
 
     In flight: blocks that the cores of one kernel hand to each other, gone as soon as they are read; between kernels:
-    all of S and P.
+    all of S and P. Backward: S and dP, two blocks each, whose room P and dS take over (as in the vendor's SameAB
+    template).
     """
     e = p.element_bytes
     zero, calls = jnp.zeros_like(b.rows + p.q_heads), p.batch * p.q_heads * p.q_len * p.kv_len
@@ -349,5 +569,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     if d.arch != "split":
         return zero, between
     all_rows = b.rows * tile.heads_packed
+    if p.kind == "backward":
+        more = jnp.maximum(tile.lookahead - 1, 0) * 2 * e
+        return active_cores(p, tile, d, b) * all_rows * b.cols * (4 * ACC_BYTES + more), zero
     scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
     return active_cores(p, tile, d, b) * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between

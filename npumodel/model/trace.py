@@ -18,7 +18,7 @@ from ..tile import MAX_LOOKAHEAD, TileConfig
 from ..workload import AttentionShape
 from . import chrome
 from .cost import Options, parts
-from .durations import COMBINE, time_constants
+from .durations import AFTER, BEFORE, COMBINE, time_constants
 from .estimate import Cost, arguments, estimate, kv_blocks
 from .graph import compile_graph
 from .pipeline import Slots, play, slots_of
@@ -94,13 +94,15 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
     cost = estimate(shape, device, tile)
     options = Options.of(shape, tile)
     args, events = arguments(shape, tile, device), []
-    kernels = compile_graph(options.masked, tile.fusion).kernels
+    kernels = compile_graph(options.masked, tile.fusion, shape.kind).kernels
     per_task = float(device.launch_per_task_s)
     clock, complete = 0.0, True
     core, tasks = cost.busiest_core, list(_core_tasks(shape, tile, cost))
     for number, kernel in enumerate(kernels):
         table = stage_table(kernel, device.arch)
         clock += float(device.launch_base_s + device.launch_per_core_s * cost.cores)
+        events += (before := _together(cost, BEFORE, -1, clock))
+        clock += sum(e.end - e.start for e in before)
         rows = max_events * (number + 1) // len(kernels) - len(events)
         shown = _shown([max(work.steps, 1) for work in tasks], rows // len(table.stages))
         complete &= shown == len(tasks) and max_events // len(table.stages) >= tasks[0].steps
@@ -109,7 +111,7 @@ def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max
             runs = _stream_events(args, options, tile, table, number, stream, max(1, max_events // len(table.stages)))
             events += [_moved(e, core, first + e.task, clock) for e in runs]
             clock += max((e.end for e in runs), default=0.0)
-    events += [_moved(e, core, len(tasks), clock) for e in _combine_events(cost)] if complete else []
+    events += _together(cost, COMBINE + AFTER, len(tasks), clock) if complete else []
     return Timeline(cost, tuple(events), complete)
 
 
@@ -155,25 +157,26 @@ def _core_tasks(shape: AttentionShape, tile: TileConfig, cost: Cost) -> Iterator
 @partial(jax.jit, static_argnames=("options", "kernel"))
 def _played(p: Problem, tile: TileConfig, d: DeviceSpec, slots: Slots, options: Options, kernel: int):
     t = time_constants(d, options.dtype)
-    cut = parts(compile_graph(options.masked, tile.fusion).kernels[kernel], t, p, tile, d, options)
+    cut = parts(compile_graph(options.masked, tile.fusion, p.kind).kernels[kernel], t, p, tile, d, options)
     corners = cut.step(slice(None))
     _, ends, waits = play(cut.table, corners, slots, cut.knobs(tile, tile.lookahead, t.sync))
     return corners.seconds, cut.corners.bytes, ends, waits
 
 
-def _combine_events(cost: Cost) -> list[Event]:
-    """Joining the parts of split keys, one stage after the other."""
-    names, events, clock = [name for name, _, _ in COMBINE], [], 0.0
+def _together(cost: Cost, stages, task: int, clock: float) -> list[Event]:
+    """What all cores do together, of these stages, one after the other."""
+    names, events = [name for name, _, _ in stages], []
     for s in cost.stages:
         if s.name in names:
             bytes_ = s.bytes / cost.cores
-            events.append(Event(s.name, s.op, s.pipe, 0, 0, -1, clock, clock + s.busy, 0.0, None, bytes_))
+            end = clock + s.busy
+            events.append(Event(s.name, s.op, s.pipe, cost.busiest_core, task, -1, clock, end, 0.0, None, bytes_))
             clock += s.busy
     return events
 
 
 def _stream_events(args, options: Options, tile: TileConfig, table: StageTable, kernel, stream: list[_Work], most: int):
-    """[Event] of tasks that are not drained in between, from the start of the first one; at most `most` steps of each."""
+    """[Event] of tasks that are not drained in between, from the start of the first; of each at most `most` steps."""
     corners = [[2 * w.ragged + (w.to_end and i == w.steps - 1) for i in range(w.steps)] for w in stream]
     plan = [(steps, 2 * work.ragged) for steps, work in zip(corners, stream, strict=True)]
     lookahead, length = int(tile.lookahead), sum(max(w.steps, 1) for w in stream) + MAX_LOOKAHEAD

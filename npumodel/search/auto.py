@@ -45,9 +45,10 @@ _CANDIDATES = tuple(TileConfig(**dict(zip(KNOBS, map(int, p.split("x")), strict=
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """The tile of a call, and where it comes from (see the module)."""
+    """The tile of a call (a TileConfig; a matmul and a softmax have their own), and where it comes from (see the
+    module)."""
 
-    tile: TileConfig
+    tile: Any
     source: str
 
 

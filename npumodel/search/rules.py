@@ -52,7 +52,7 @@ def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
 
 
 def _checked(tile: TileConfig) -> TileConfig:
-    for name in ("block_q", "block_kv", "buffers", "lookahead", "heads_packed", "split_kv", "cores"):
+    for name in ("block_q", "block_kv", "buffers", "lookahead", "heads_packed", "split_kv", "kv_pieces", "cores"):
         value = getattr(tile, name)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; give plain integers")
@@ -60,19 +60,21 @@ def _checked(tile: TileConfig) -> TileConfig:
 
 
 def parse(text: str) -> TileConfig:
-    """Read "128x512", also with " buffers=3", " lookahead=2", " heads_packed=8", " split_kv=4", " cores=8",
-    " unfused", " round_robin". Raises ValueError with the forms expected."""
+    """Read "128x512", also with " buffers=3", " lookahead=2", " heads_packed=8", " split_kv=4", " kv_pieces=4",
+    " cores=8", " unfused", " round_robin", " persistent". Raises ValueError with the forms expected."""
     first, *rest = text.split() or [""]
     size = re.fullmatch(r"(\d+)[xX](\d+)", first)
     fields: dict[str, Any] = {}
     for word in rest:
-        knob = re.fullmatch(r"(buffers|lookahead|heads_packed|split_kv|cores)=(\d+)", word)
+        knob = re.fullmatch(r"(buffers|lookahead|heads_packed|split_kv|kv_pieces|cores)=(\d+)", word)
         if knob:
             fields[knob[1]] = int(knob[2])
         elif word in FUSIONS:
             fields["fusion"] = word
         elif word in CORE_ORDERS:
             fields["core_order"] = word
+        elif word == "persistent":
+            fields["persistent"] = True
         else:
             size = None
     if size is None:

@@ -276,8 +276,8 @@ def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chu
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
     """Bytes that tiles [...] need in each of BUFFERS [6, ...], largest over the kernels of the call (see `needs`)."""
-    b = tiling.cut(p, tile)
-    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in compile_graph(masked, tile.fusion).kernels]
+    b, kernels = tiling.cut(p, tile), compile_graph(masked, tile.fusion, p.kind).kernels
+    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in kernels]
     largest = {name: jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS}
     largest["HBM"] = jnp.where(tiling.tensor_bytes(p) > d.hbm_bytes, 0.0, largest["HBM"])
     return jnp.stack(list(largest.values()))

@@ -26,7 +26,7 @@ KERNEL = "flash_attention_fwd"
 
 #: Fields of a key. An absent field means null, so that a later version can add one whose null is today's meaning;
 #: a row with a field that is unknown here (and not null) is kept, but never matches.
-EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group", "window", "softcap", "v_in_k")
+EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group", "window", "softcap", "v_in_k", "backward")
 BUCKET = ("q_len", "kv_len", "batch_heads")
 
 _KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
@@ -42,6 +42,7 @@ def key_of(shape: AttentionShape) -> dict[str, Any]:
         "window": shape.window and list(shape.window),
         "softcap": shape.softcap or None,
         "v_in_k": shape.v_in_k or None,
+        "backward": shape.backward or None,
     }
     return {name: derived[name] if name in derived else getattr(shape, name) for name in EXACT + BUCKET}
 
