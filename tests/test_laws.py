@@ -45,6 +45,17 @@ class Plan(NamedTuple):
     core_order: str
 
     @property
+    def persistent(self):
+        return self.masked
+
+    @property
+    def in_pieces(self):
+        return self.core_order == "contiguous"
+
+    def options(self, **more):
+        return Options("", self.masked, in_pieces=self.in_pieces, **more)
+
+    @property
     def kernels(self):
         return compile_graph(self.masked, self.fusion).kernels
 
@@ -195,6 +206,8 @@ def draw_tile(rng, shape, plan):
         split_kv=int(rng.choice([1, 1, 2, 3, 4, 8, 24])) if fused else 1,
         core_order=plan.core_order,
         cores=int(rng.choice([ALL_CORES, ALL_CORES, 1, rng.integers(1, 40)])),
+        persistent=plan.persistent,
+        kv_pieces=int(rng.choice([1, 2, 3, 4, 8])) if plan.in_pieces else 1,
     )
 
 
@@ -283,7 +296,7 @@ def priced(draws, t=None, d=None) -> Any:
     """Price of all draws, with waits; the one compiled function that most laws share."""
     d = draws.d if d is None else d
     t = constants(d) if t is None else t
-    return jax.device_get(_priced(t, draws.p, draws.tile, d, Options("", draws.plan.masked, transient=SETTLED)))
+    return jax.device_get(_priced(t, draws.p, draws.tile, d, draws.plan.options(transient=SETTLED)))
 
 
 @functools.cache
@@ -359,7 +372,7 @@ def time_is_at_most_everything_in_a_row(plan, seed):
 @plans(FUSED, seed=1)
 def test_overlap_never_lengthens_a_call(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
-    options = Options("", plan.masked, overlap=False, waits=False, transient=SETTLED)
+    options = plan.options(overlap=False, waits=False, transient=SETTLED)
     serial = np.asarray(_priced(draws.t, draws.p, draws.tile, draws.d, options).seconds)
     q_blocks = np.array([counts(draws, i)[0] for i in range(MANY)])
     tolerance = np.where(q_blocks - 1 > tiling.SAMPLES, SAMPLED, ROUNDING)
@@ -474,7 +487,7 @@ def _slopes(t, p, tile, d, options):
 @plans(FUSED, seed=1)
 def test_breakdown_is_not_negative_and_sums_to_the_total(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
-    options = Options("", plan.masked, waits=False, transient=SETTLED)
+    options = plan.options(waits=False, transient=SETTLED)
     slopes = _slopes(draws.t, draws.p, draws.tile, draws.d, options)
     parts = jax.tree.map(lambda x, slope: x * np.asarray(slope), draws.t, slopes)._asdict()
     for part in parts.values():
@@ -499,7 +512,7 @@ def _relaxed_slopes(t, p, tile, d, temperature, options):
 @plans(FUSED[:1], seed=1)
 def test_single_precision_and_relaxed_at_temperature_zero_are_the_exact_price(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
-    options = Options("", plan.masked, waits=False, transient=SETTLED)
+    options = plan.options(waits=False, transient=SETTLED)
     seconds = np.asarray(_relaxed(draws.t, draws.p, draws.tile, draws.d, np.zeros(MANY), options))
     holds(draws, np.isclose(found.seconds, seconds, rtol=ROUNDING), found.seconds, seconds)
     with jax.enable_x64(False):
@@ -512,7 +525,7 @@ def test_gradient_is_the_finite_difference_away_from_kinks(plan, seed):
     """Each draw moves one number: a time constant, or a knob of a tile between the whole numbers."""
     places = [(0, field) for field in TimeConstants._fields] + [(1, knob) for knob in KNOBS]
     moved = np.arange(MANY) % len(places)
-    draws, options = drawn(plan, seed), Options("", plan.masked, waits=False)
+    draws, options = drawn(plan, seed), plan.options(waits=False)
     rng, warm, share = np.random.default_rng(3), np.full(MANY, 0.3), 3e-8
     between = {n: getattr(draws.tile, n) * rng.uniform(1, 1.1, MANY) + rng.uniform(0, 0.1, MANY) for n in KNOBS}
     at = (draws.t, draws.tile.replace(**between))
@@ -541,7 +554,7 @@ def test_gradient_is_the_finite_difference_away_from_kinks(plan, seed):
 @plans(FUSED, seed=1)
 def test_fast_and_exact_schedules_agree(plan, seed):
     draws = drawn(plan, seed)
-    options = [Options("", plan.masked, waits=False, transient=slots) for slots in (TRANSIENT, 516)]
+    options = [plan.options(waits=False, transient=slots) for slots in (TRANSIENT, 516)]
     fast, exact = (np.asarray(_priced(draws.t, draws.p, draws.tile, draws.d, o).seconds) for o in options)
     holds(draws, np.isclose(fast, exact, rtol=1e-3), fast, exact)
 
@@ -553,7 +566,7 @@ def order_and_neighbours_in_a_batch_change_nothing(plan, seed):
     half = np.where(np.arange(COUNT) % 2, order, order[0])  # every second one is a copy of one draw
     for places in (order, half):
         p, tile, d = jax.tree.map(lambda x, places=places: x[places], (draws.p, draws.tile, draws.d))
-        again = jax.device_get(_priced(constants(d), p, tile, d, Options("", plan.masked, transient=SETTLED)))
+        again = jax.device_get(_priced(constants(d), p, tile, d, plan.options(transient=SETTLED)))
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, COUNT)[places], np.broadcast_to(y, COUNT))
 
@@ -651,7 +664,7 @@ def macs(plan, p, tile, d):
     t = constants(d)
     one = jax.tree.map(np.zeros_like, t)._replace(mac=np.ones_like(t.mac))
     tile = tile.replace(cores=0 * tile.cores + 1)
-    kernels = jax.device_get(_priced(one, p, tile, d, Options("", plan.masked, transient=SETTLED))).kernels
+    kernels = jax.device_get(_priced(one, p, tile, d, plan.options(transient=SETTLED))).kernels
     return sum(kernel.busy.get(n, 0.0) for kernel in kernels for n in ("qk_matmul", "pv_matmul"))
 
 

@@ -14,7 +14,7 @@ from npumodel.model.cost import Options, parts
 from npumodel.model.durations import time_constants
 from npumodel.model.estimate import arguments, estimate
 from npumodel.model.graph import compile_graph
-from npumodel.model.pipeline import TRANSIENT, Step, at_steps, border, knobs, lengths, play, slots_of, task
+from npumodel.model.pipeline import TRANSIENT, Step, border, knobs, lengths, play, slots_of, task
 from npumodel.model.stages import stage_table
 from npumodel.model.trace import timeline
 from npumodel.tile import FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
@@ -156,26 +156,30 @@ def test_a_played_stream_has_the_simulators_events(arch):
             assert float(waits[name].sum()) == pytest.approx(wait, rel=1e-5, abs=1e-5 * want.makespan)
 
 
+JOINED = [pytest.param(*row, id=name) for row, name in zip(TABLES, IDS, strict=True) if len(row[1]) > 1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch,kinds,table", TABLES, ids=IDS)
+@pytest.mark.parametrize("arch,kinds,table", JOINED)
 def test_what_a_border_saves_is_what_a_long_stream_takes_less(arch, kinds, table):
-    """Tasks of one length, durations over a decade. Two circuits that drift apart slowly make 1 in 15 inexact, and who
-    waits for whom settles later still."""
+    """Tasks of one kind, durations over a decade. Two circuits that drift apart slowly make 1 in 15 inexact, and who
+    waits for whom settles later still. (Ops on their own hand over through memory, where their pipes drift apart
+    without end: how much a border saves then depends on how many tasks there were.)"""
     rng, errors, waits = np.random.default_rng(3), [], []
 
     @jax.jit
-    def run(full, steps, buffers, lookahead, sync):
+    def run(full, tail, steps, buffers, lookahead, sync):
         k = knobs(table, buffers, lookahead, sync)
-        every = lengths(table, full, k, TRANSIENT, True)
-        return border(table, full, steps, k, every, TRANSIENT, True), at_steps(every, steps)
+        return tuple(f(table, full, tail, steps, k, TRANSIENT, True) for f in (border, task))
 
     for i in range(16):
-        full, _, buffers, lookahead, sync = draw(rng, table)
-        full = {n: d**0.33 for n, d in full.items()}
+        full, tail, buffers, lookahead, sync = draw(rng, table)
+        full, tail = ({n: d**0.33 for n, d in x.items()} for x in (full, tail))
+        tail |= {s.name: full[s.name] for s in table.stages if s.when != "step"}
         steps = int(rng.integers(1, 5) if i % 2 else rng.integers(1, 60))
-        saved, alone = run(real(full), float(steps), buffers, lookahead, sync)
+        saved, alone = run(real(full), real(tail), float(steps), buffers, lookahead, sync)
         many = 3 + 72 // steps
-        tasks = [event_simulator.Task(full, full, steps)] * many
+        tasks = [event_simulator.Task(full, tail, steps)] * many
         long, short = (
             event_simulator.simulate_stream(*simulated(table, buffers, lookahead, sync, tasks[:n]))
             for n in (many, many - max(1, 36 // steps))
@@ -329,7 +333,7 @@ def test_price_of_persistent_tasks_is_launch_plus_their_simulated_stream(name):
         errors[even].append((cost.seconds - cost.launch_seconds) / want - 1)
         assert cost.seconds <= estimate(shape, dev, tile.replace(persistent=False)).seconds
     assert np.abs(errors[True]).max() < 1e-3, errors[True]
-    assert np.abs(errors[False]).max() < 0.05 and np.abs(errors[False]).mean() < 0.02, errors[False]
+    assert np.abs(errors[False]).max() < 0.05 and np.median(np.abs(errors[False])) < 5e-3, errors[False]
 
 
 def test_upstream_finds_the_feeding_computation_through_transfers():

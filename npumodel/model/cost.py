@@ -231,27 +231,40 @@ def _core_and_corners(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options
     return mean._replace(tasks=tasks, heaviest=core.heaviest), corners
 
 
+class _Tasks(NamedTuple):
+    """The tasks of a kernel. every: of 0, 1, .. full steps and full rows; whole: of `whole_steps` steps and full rows,
+    ending with the ragged columns; ragged: of `ragged_steps` steps and ragged rows, ending so too."""
+
+    every: TaskTimes
+    whole: TaskTimes
+    whole_steps: Any
+    ragged: TaskTimes
+    ragged_steps: Any
+
+    @property
+    def end(self) -> TaskTimes:
+        """What the ragged columns change."""
+        return _plus(self.whole, at_steps(self.every, self.whole_steps), -1.0)
+
+    def heaviest(self, b: Blocks) -> TaskTimes:
+        """The longest one that there is."""
+        most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
+        to_the_end = _plus(_none(self.whole), self.whole, gate(b.reach_end - 1))
+        return _longer(_longer(at_steps(self.every, most), self.ragged), to_the_end)
+
+
 def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, temperature) -> _Core:
     """Schedule the tasks of a head, and deal them out. Between whole lookaheads: the mean of the neighbours."""
-    table, b, x = cut.table, cut.blocks, cut.traffic
 
     def at(lookahead) -> _Core:
         k = cut.knobs(tile, lookahead, sync)
-        steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
-
-        def run(full, tail, steps) -> TaskTimes:
-            return task(table, full, tail, steps, k, o.transient, o.waits)
-
-        every = lengths(table, cut.step(0), k, o.transient, o.waits)
-        full, tail = (cut.step(slice(i, None, 2)) for i in (0, 1))
-        both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
-        whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
-        end = _plus(whole, at_steps(every, steps[0]), -1.0)
-        core = _dealt_out(p, b, x, every, whole, end, ragged, steps[1], tile.core_order, temperature)
+        tasks = _tasks(cut, k, o, temperature)
         if not (tile.persistent and o.overlap):
-            return core
-        saved = border(table, cut.step(0), b.steps / (b.q_blocks * b.parts), k, every, o.transient, o.waits)
-        return _joined(core, saved, jnp.maximum(x.waves - 1, 0.0))
+            return _dealt_out(p, cut.blocks, cut.traffic, tasks, tile.core_order, temperature)
+        stream, drained = _in_a_stream(cut, tasks, k, o)
+        core = _dealt_out(p, cut.blocks, cut.traffic, stream, tile.core_order, temperature)
+        makespan = core.tasks.makespan + drained
+        return core._replace(tasks=core.tasks._replace(makespan=makespan), heaviest=tasks.heaviest(cut.blocks))
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:
@@ -261,33 +274,56 @@ def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, te
     return jax.tree.map(lambda x: x[0] + (lookahead - low) * (x[1] - x[0]), cores)
 
 
-def _joined(core: _Core, saved: TaskTimes, borders) -> _Core:
-    """The core without what each border between two of its tasks saves."""
-    tasks = _plus(core.tasks, saved, -borders)
-    wait = {name: jnp.maximum(seconds - borders * saved.wait[name], 0.0) for name, seconds in core.wait.items()}
-    return core._replace(tasks=tasks, wait=wait)
+def _tasks(cut: Parts, k: Knobs, o: Options, temperature) -> _Tasks:
+    b = cut.blocks
+    steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
+
+    def run(full, tail, steps) -> TaskTimes:
+        return task(cut.table, full, tail, steps, k, o.transient, o.waits)
+
+    every = lengths(cut.table, cut.step(0), k, o.transient, o.waits)
+    full, tail = (cut.step(slice(i, None, 2)) for i in (0, 1))
+    both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
+    whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
+    return _Tasks(every, whole, steps[0], ragged, steps[1])
 
 
-def _dealt_out(
-    p: Problem,
-    b: Blocks,
-    x: Traffic,
-    every: TaskTimes,
-    whole: TaskTimes,
-    end: TaskTimes,
-    ragged: TaskTimes,
-    steps,
-    core_order: str,
-    temperature,
-) -> _Core:
-    """Add up the tasks of the busiest core. every: tasks of 0, 1, .. full steps; whole: a task of full rows that ends
-    with the ragged columns; end: what those change; ragged: the task of `steps` steps and ragged rows that ends so.
+def _in_a_stream(cut: Parts, tasks: _Tasks, k: Knobs, o: Options) -> tuple[_Tasks, Any]:
+    """(the tasks where they are not drained, seconds that the last one of a core drains). Each saves what it would in a
+    stream of tasks like itself; those of full steps what the mean one does, but no steps take less than its do."""
+    b = cut.blocks
+    mean = jnp.maximum(jnp.round(jax.lax.stop_gradient(b.steps / (b.q_blocks * b.parts))), 1.0)
+    counts = jnp.stack(jnp.broadcast_arrays(mean, tasks.whole_steps, tasks.ragged_steps))
+
+    def saves(full, tail, steps) -> TaskTimes:
+        return border(cut.table, full, tail, steps, k, o.transient, o.waits)
+
+    corners = cut.step(np.array((0, 0, 2))), cut.step(np.array((0, 1, 3)))
+    saved = jax.vmap(saves)(*corners, counts)
+    usual, at_end, at_last = (jax.tree.map(itemgetter(i), saved) for i in range(3))
+    numbers = jnp.arange(tasks.every.makespan.shape[0]).reshape(-1, *[1] * (tasks.every.makespan.ndim - 1))
+    every = _saving(tasks.every, usual, jnp.minimum(numbers, 1.0))
+    least = (at_steps(tasks.every, mean).makespan - usual.makespan) / mean
+    every = every._replace(makespan=jnp.maximum(every.makespan, jnp.minimum(numbers, mean) * least))
+    stream = tasks._replace(every=every, whole=_saving(tasks.whole, at_end), ragged=_saving(tasks.ragged, at_last))
+    drained = jnp.where(b.q_blocks > 1, usual.makespan, at_last.makespan)
+    return stream, jnp.where(b.reach_end > 1, at_end.makespan, drained)
+
+
+def _saving(task: TaskTimes, saved: TaskTimes, share: Any = 1.0) -> TaskTimes:
+    wait = {name: jnp.maximum(seconds - share * saved.wait[name], 0.0) for name, seconds in task.wait.items()}
+    return TaskTimes(task.makespan - share * saved.makespan, task.serial, wait)
+
+
+def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str, temperature) -> _Core:
+    """Add up the tasks of the busiest core.
 
     Whole heads, and of one more head, "balanced": full tasks, or, where tasks differ in length (causal), tasks of mean
     length, since long and short ones are dealt out in pairs; "contiguous": the last ones. "round_robin": module
     `round_robin`, and above temperature 0 tasks of mean length. Busy times and waits are those of tasks of mean size,
     but for "round_robin", where they are those of the core's own.
     """
+    every, end, ragged = tasks.every, tasks.end, tasks.ragged
     per_head = b.q_blocks * b.parts
     heads = floor_div(x.waves, per_head, temperature)
     left = jnp.maximum(x.waves - heads * per_head, 0.0)
@@ -302,7 +338,8 @@ def _dealt_out(
 
     empty, sampled = jax.tree.map(itemgetter(0), every), jax.vmap(of)(b.sample_steps)
     working = jnp.minimum(b.parts, b.last_steps)
-    others = at_steps(every, (b.last_steps - steps) / jnp.maximum(working - 1, 1.0))  # parts without the ragged columns
+    each = (b.last_steps - tasks.ragged_steps) / jnp.maximum(working - 1, 1.0)  # of the parts without ragged columns
+    others = at_steps(every, each)
     last = _plus(_plus(ragged, others, working - 1), empty, b.parts - working)
     seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
     mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.started - 1, 1.0) / b.parts))
@@ -323,18 +360,15 @@ def _dealt_out(
     else:
         usual = _plus(_none(total), before, 1 / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0))
         rest = _plus(_none(total), _longer(usual, mean_task), left)
-    most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
-    to_the_end = _plus(_none(whole), whole, gate(b.reach_end - 1))
-    heaviest = _longer(_longer(at_steps(every, most), ragged), to_the_end)
     mean_share = x.waves / per_head
     wait = {name: mean_share * wait for name, wait in total.wait.items()}
     counts, share = _counts(b), jax.tree.map(lambda n: mean_share * n, _counts(b))
-    core = _Core(0.0 * x.waves, _plus(rest, total, heads), heaviest, wait, share)
+    core = _Core(0.0 * x.waves, _plus(rest, total, heads), tasks.heaviest(b), wait, share)
     if core_order != "round_robin":
         return core
     kinds = round_robin.Kinds(every, end, ragged, mean_task)
-    number, tasks, counts = round_robin.busiest(p, b, x, kinds, jax.tree.map(lambda n: n / per_head, counts))
-    dealt = _Core(number, tasks, heaviest, tasks.wait, counts)
+    number, own, counts = round_robin.busiest(p, b, x, kinds, jax.tree.map(lambda n: n / per_head, counts))
+    dealt = _Core(number, own, core.heaviest, own.wait, counts)
     if isinstance(temperature, (int, float)) and temperature == 0:
         return dealt
     return jax.tree.map(lambda one, other: jnp.where(temperature <= 0, one, other), dealt, core)

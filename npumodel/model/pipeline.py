@@ -420,9 +420,9 @@ def _empty_stream(wiring: Wiring, step: Step) -> _Stream:
     return _Stream(state, (next(iter(state.pipes.values())),) * 2)
 
 
-def border(table: StageTable, full: Step, steps, k: Knobs, every: TaskTimes, transient: int, waits: bool) -> TaskTimes:
-    """What each border between two tasks of `steps` steps (rounded) saves where they are not drained: times of a task
-    (`every`: see `lengths`) less those of one more task in a long stream of them."""
+def border(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
+    """What each border between two tasks of `steps` steps (rounded), the last of which takes `tail`, saves where tasks
+    are not drained: times of such a task less those of one more of them in a long stream."""
     wiring = Wiring(table, waits)
     steps = jnp.maximum(jnp.round(jax.lax.stop_gradient(steps)), 1.0)
     steps = steps - PERIOD * jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0)
@@ -436,23 +436,24 @@ def border(table: StageTable, full: Step, steps, k: Knobs, every: TaskTimes, tra
         stream, found = carry
         place, done = jnp.mod(slot, steps), jnp.mod(slot - lag, steps)
         behind = slot >= lag
+        front, back = (_either(at == steps - 1, tail, full, table.stages) for at in (place, done))
         on = (True, place == 0, place == steps - 1, behind, behind & (done == steps - 1))
-        stream, waited, _ = _stream_slot(wiring, stream, k, full, full, on)
+        stream, waited, _ = _stream_slot(wiring, stream, k, front, back, on)
         counted = jnp.where(slot == last, 1.0, 0.0) - jnp.where(slot == before, 1.0, 0.0)
         within = jnp.where((slot > before) & (slot <= last), 1.0, 0.0)
         makespan = found.makespan + counted * wiring.makespan(stream.state)
         wait = {name: found.wait[name] + within * x for name, x in waited.items()}
         return (stream, TaskTimes(makespan, 0.0 * makespan, wait)), None
 
+    alone = task(table, full, tail, steps, k, transient, waits)
     begin = _empty_stream(wiring, full)
-    none = 0.0 * (begin.released[0] + steps + lag)
-    found = TaskTimes(none, none, dict.fromkeys(every.wait, none))
+    none = 0.0 * alone.makespan
+    found = TaskTimes(none, none, dict.fromkeys(alone.wait, none))
     begin = jax.tree.map(lambda x: x + none, begin)
     (_, found), _ = jax.lax.scan(body, (begin, found), jnp.arange(float(slots)))
-    alone = at_steps(every, steps)
     saved = jnp.maximum(alone.makespan - found.makespan / tasks, 0.0)
     wait = {name: seconds - found.wait[name] / tasks for name, seconds in alone.wait.items()}
-    return TaskTimes(saved, 0.0 * saved, wait)
+    return TaskTimes(saved, none, wait)
 
 
 def at_steps(every: TaskTimes, steps) -> TaskTimes:
