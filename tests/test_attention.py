@@ -296,8 +296,31 @@ def test_dropout_of_rate_0_is_none():
     assert not np.array_equal(blocked(*args, dropout_rate=0.5, dropout_key=key), want)
 
 
-def test_a_raw_key_is_the_same_key():
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_key_of_any_generator_is_taken_raw_or_not_whatever_the_default(impl):
     args = inputs(**GQA)
-    keys = jax.random.key(7), jax.random.PRNGKey(7)
+    keys = jax.random.key(7, impl=impl), jax.random.PRNGKey(7, impl=impl)
     typed, raw = (blocked(*args, dropout_rate=0.4, dropout_key=key) for key in keys)
     np.testing.assert_array_equal(typed, raw)
+    assert not np.array_equal(typed, blocked(*args, dropout_rate=0.4, dropout_key=jax.random.key(8, impl=impl)))
+    with jax.default_prng_impl("rbg" if impl == "threefry2x32" else "threefry2x32"):
+        again = jax.jit(partial(blocked_attention, block_q=4, block_kv=3))  # jit alone knows nothing of the default
+        for key in keys:
+            np.testing.assert_array_equal(again(*args, dropout_rate=0.4, dropout_key=key), typed)
+
+
+def test_keys_of_rbg_drop_by_position_in_the_backward_and_under_vmap():
+    """Where its own bits would not do: they depend on how many are drawn, and under vmap on the first key alone."""
+    args, keys = inputs(**GQA, peak=1.0), jax.random.split(jax.random.key(1, impl="rbg"), 2)
+    keep = [keep_of(args, 0.3, key) for key in keys]
+    for blocks in ((4, 3), (2, 11)):
+        check(*args, blocks=blocks, keep=keep[0], dropout_rate=0.3, dropout_key=keys[0])
+    for x, other in ((keep[0], keep[1]), (keep[0], keep[0][::-1]), (keep[0], np.roll(keep[0], 1, 1))):
+        assert abs(np.corrcoef(x.ravel(), other.ravel())[0, 1]) < 4 * np.sqrt(2 / x.size)
+
+    def run(q, key):
+        return blocked_attention(q, *args[1:], dropout_rate=0.3, dropout_key=key, block_q=4, block_kv=3)
+
+    mapped = jax.jit(jax.vmap(run, in_axes=(None, 0)))(args[0], keys)
+    for out, factors in zip(mapped, keep, strict=True):
+        assert_within(out, attention(*args, keep=factors)[0], largest(args[2]) * 10 * rounding(*args)[0])

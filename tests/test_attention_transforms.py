@@ -296,6 +296,22 @@ def test_only_blocks_that_are_seen_are_visited_and_only_edges_masked(band, monke
     assert counted(monkeypatch, lambda: back(out), backward) == expected(sees, 16, 8)
 
 
+def test_only_large_scores_are_computed_once_more_in_the_backward(monkeypatch):
+    turns, online = [], backward._online
+
+    def counting(*args):
+        jax.debug.callback(lambda: turns.append(0))
+        return online(*args)
+
+    monkeypatch.setattr(backward, "_online", counting)
+    q, k, v = inputs(1, 1, 1, 64, 4)
+    for size, want in ((1.0, 0), (1e5, 4 * 8)):
+        out, back = jax.vjp(partial(blocked_attention, block_q=16, block_kv=8, scale=size), q, k, v)
+        jax.block_until_ready(back(out))
+        jax.effects_barrier()
+        assert len(turns) == want
+
+
 def test_padding_and_other_sequences_are_not_visited(monkeypatch):
     q, k, v = inputs(1, 1, 1, 64, 4)
     one = partial(blocked_attention, q, k, v, block_q=16, block_kv=8)

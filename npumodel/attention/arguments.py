@@ -38,16 +38,17 @@ class Arguments:
                    divides N; k and v are not copied for the query heads that share them.
     layout         BNSD [B, N, S, D], BSND [B, S, N, D], BSH [B, S, N * D], SBH [S, B, N * D], or TND [T, N, D], where
                    sequences of any lengths follow each other. q, k, v and the output have the same layout.
-    q_heads, kv_heads   number of heads, for BSH and SBH (kv_heads: q_heads by default); else read from the arrays
+    q_heads, kv_heads   number of heads, for BSH and SBH alone (kv_heads: q_heads by default): the arrays of the other
+                   layouts show them, and there these are refused
     scale          real number, traced or not; 1 / sqrt(D) by default
-    softcap        None or a positive number, traced or not; no gradient, and none by dropout_rate
+    softcap        None or a positive finite number, traced or not; no gradient, and none by dropout_rate
     bias           floats, [1/B, 1/N, 1/Sq, 1/Skv] or [Sq, Skv] (B = 1 in TND); differentiable
     attn_mask      bool (True takes part), or floats: a second bias. Shapes as bias
     is_causal      query i sees keys j <= p_i, where p_i = i + kv length - q length (bottom-right aligned; with lengths
                    or in TND, those of its own sequence)
     causal_offset  int, traced or not, or one per sequence: p_i = i + causal_offset instead; 0 is top-left aligned, and
-                   what is beyond +-2^29 is cut to that
-    window         (left, right): query i sees keys p_i - left <= j <= p_i + right, the key p_i itself not counted. None
+                   what is beyond +-2^29 is cut to that. Only with is_causal or window, which it moves
+    window         a tuple (left, right): query i sees keys p_i - left <= j <= p_i + right, p_i not counted. None
                    or a negative number: no limit on that side. Ints, traced or not.
     q_lengths, kv_lengths   ints [B]: queries and keys from there on are padding. Traced ones are cut to 0 .. S
     cu_q_lengths, cu_kv_lengths   ints [sequences + 1], for TND: sequence b has tokens cu[b] .. cu[b + 1] - 1. cu[0] is
@@ -57,8 +58,10 @@ class Arguments:
     sinks          floats [N]: a logit per head that takes part in the softmax, without a value; differentiable
     dropout_rate   0 <= rate < 1, traced or not: weights are dropped with this probability, the rest divided by
                    1 - rate. What is dropped depends on dropout_key and on the position (b, n, i, j) alone: not on the
-                   tile, and not on the pass. Under vmap and shard_map, give each example or shard a key of its own.
-    dropout_key    a key of jax.random
+                   tile, and not on the pass. Positions are those in the arrays: in TND i and j count the packed tokens
+                   (b is 0), so a sequence packed elsewhere drops other weights. Under vmap and shard_map, give each
+                   example or shard a key of its own.
+    dropout_key    a key of jax.random, typed or raw, of any generator: only its words are used
     p_dtype        dtype to which the softmax weights are rounded before they meet v: that of v by default, as the
                    matrix units have it; "float32" keeps them. Sums are always in float32 (float64 for float64).
     return_lse     also return log sum exp of the scores (with the sink): the output's shape without its last axis
@@ -68,6 +71,11 @@ class Arguments:
     0; so does an empty k. An additive -inf masks the key, but a finite value never does: a row of finfo.min on every
     key is a plain softmax over equal scores, the mean of v. NaN and Inf in q, k, v reach only the queries, keys and
     gradients that see each other; a value of Inf gives Inf there, or NaN where its weight is 0.
+
+    Large scores. Any that are finite have a softmax whose weights add up to 1, in both passes; but which of two keys is
+    ahead is known only to their rounding. The gradients by q and k, and by bias and sinks, of a query that sees almost
+    one key alone are differences between dO . v and dO . o, which are almost equal there: they carry the rounding of
+    the output's dtype in dO . o, as in every flash attention, and no digits of their own.
     """
 
     q: Any

@@ -26,9 +26,12 @@ from jax import lax
 
 from npumodel.attention.call import Call, Inputs
 from npumodel.attention.dropout import kept
-from npumodel.attention.forward import Result, rounded
+from npumodel.attention.forward import Result, finite, first_softmax, rounded
 from npumodel.attention.masks import add_at
-from npumodel.attention.tiles import Grid, Plan, grid, like, scored, seen_product, visit
+from npumodel.attention.tiles import Grid, Plan, below, grid, like, scored, seen_product, visit
+
+#: Scores beyond this, where a rounding of float32 changes weights by 1e-4: see `_softmax`.
+LARGE = 2.0**10
 
 
 class Cotangents(NamedTuple):
@@ -81,17 +84,18 @@ def backward(plan: Plan, call: Call, result: Result, cotangents: Cotangents, wan
 
 
 def _delta(call: Call, result: Result, cotangents: Cotangents) -> jax.Array:
-    """delta [B, H, G, Sq]: 0 where a query sees no key, whatever its cotangent holds."""
+    """delta times l, [B, H, G, Sq]: 0 where a query sees no key, whatever its cotangent holds."""
     out, d_out = (x.astype(call.wide) for x in (result.out, cotangents.out))
     delta = jnp.where(out == 0, 0, d_out * out).sum(-1) - cotangents.lse
-    return jnp.where(result.total == 0, 0, delta / result.total)
+    return jnp.where(result.total == 0, 0, delta)
 
 
 def _of_sinks(sinks: jax.Array, result: Result, delta: jax.Array) -> jax.Array:
     """A sink has a weight, e^(sink - m), but no value: dsink = sum over batch and queries of weight * -delta."""
     logits = sinks[..., None]
     weight = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - jnp.where(result.total == 0, 0, result.peak)))
-    each = -(weight * jnp.where(weight == 0, 0, delta)).sum(-1)
+    delta = jnp.where(weight == 0, 0, delta / jnp.where(result.total == 0, 1, result.total))
+    each = -(weight * delta).sum(-1)
     return _summed(each, sinks)
 
 
@@ -110,27 +114,54 @@ def _task(g: Grid, plan: Plan, result: Result, d_out: jax.Array, delta: jax.Arra
 
 def _rows(g: Grid, start: Any, fresh: Any, result: Result, d_out: jax.Array, delta: jax.Array) -> Rows:
     query, d_out, delta = (g.rows(x, start) for x in (g.call.inputs.q, d_out, delta))
-    peak, total = g.rows(result.peak, start), g.rows(result.total, start)
+    peak, total = _softmax(g, start, query, result)
     live = (total != 0) & (start[3] + jnp.arange(g.q, dtype=jnp.int32) >= fresh).reshape(1, 1, 1, -1)
     query = jnp.where(live[..., None], query, 0)
     d_out = jnp.where(live[..., None], d_out, 0).astype(g.call.wide) / jnp.where(live, total, 1)[..., None]
-    delta, peak = jnp.where(live, delta, 0), jnp.where(live, peak, jnp.inf)
+    delta = jnp.where(live, delta / jnp.where(live, total, 1), 0)
+    peak = jnp.where(live, peak, jnp.inf)
     return Rows(query, d_out, delta[:, :, None], peak[:, :, None])
+
+
+def _softmax(g: Grid, start: Any, query: jax.Array, result: Result) -> tuple[jax.Array, jax.Array]:
+    """Peak and total of the task's queries: those of the forward pass, or where scores are `LARGE` of the scores as
+    this pass has them, which costs one product more. A loop of 0 or 1 turns skips it, as in `seen_product`.
+    """
+    peak, total = g.rows(result.peak, start), g.rows(result.total, start)
+
+    def again(turn, _):
+        _, rows = lax.optimization_barrier((turn, query))
+        return visit(g.steps(start), partial(_online, g, start, rows), first_softmax(g, start, rows))
+
+    large = (jnp.isfinite(peak) & (abs(peak) > LARGE)).any()
+    return lax.fori_loop(0, large.astype(jnp.int32), again, (peak, total))
+
+
+def _online(g: Grid, start: Any, query: jax.Array, masked: bool, j: Any, state: Any) -> Any:
+    """One kv block of `_softmax`."""
+    scores, _, _ = _scores(g, start, query, g.keys(start, j)[0], masked, j)
+    peak = jnp.maximum(state[0], scores.max(2))
+    shift = finite(peak)
+    return peak, state[1] * jnp.exp(state[0] - shift) + jnp.exp(below(scores, shift[:, :, None])).sum(2)
+
+
+def _scores(g: Grid, start: Any, query: jax.Array, key: jax.Array, masked: bool, j: Any) -> Any:
+    """The scores of block j, keys first, with -inf where masked; the slope of their softcap; True where allowed."""
+    products = jnp.einsum("bhkd,bhgqd->bhkgq", key, query, preferred_element_type=g.call.wide)
+    scores, slope = scored(g.call, start[0], g.b, products)
+    if not masked:
+        return scores, slope, None
+    tile = g.masks(start, j, keys_first=True)
+    return tile.apply(scores), slope, tile.allowed
 
 
 def step(g: Grid, plan: Plan, start: Any, rows: Rows, masked: bool, j: Any, state: Any) -> Any:
     """One kv block: adds to the gradient of the task's queries, of the block's keys and values, of its biases."""
     d_query, sums = state
     key, value = g.keys(start, j)
-    products = jnp.einsum("bhkd,bhgqd->bhkgq", key, rows.query, preferred_element_type=g.call.wide)
-    scores, slope = scored(g.call, start[0], g.b, products)
+    scores, slope, allowed = _scores(g, start, rows.query, key, masked, j)
     d_weights = jnp.einsum("bhke,bhgqe->bhkgq", value, rows.d_out, preferred_element_type=g.call.wide)
-    allowed = None
-    if masked:
-        tile = g.masks(start, j, keys_first=True)
-        scores, allowed = tile.apply(scores), tile.allowed
-
-    weights = jnp.exp(scores - rows.peak)
+    weights = jnp.exp(below(scores, rows.peak))
     used = weights
     if g.call.context.dropout is not None:
         keep = kept(g.call.context.dropout, (*start, g.column(j)), g.size, keys_first=True)

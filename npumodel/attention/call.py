@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """keys uint32 [1/B, H, G, words of a key]: one per head; keep [1/B]: probability to be kept."""
+    """keys uint32 [1/B, H, G, 2], of threefry: one per head; keep [1/B]: probability to be kept."""
 
     keys: jax.Array
     keep: jax.Array
@@ -104,14 +105,24 @@ def _wide(dtype: Any) -> Any:
 
 
 def _dropout(a: Arguments, size: Sizes, wide: Any) -> Dropout:
-    """One key per example and head, from the one of the call."""
-    key = jnp.asarray(a.dropout_key)
-    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    """One key per example and head, from the one of the call.
+
+    Of a key of any generator only the words are taken, and hashed by threefry: the bits of rbg depend on how many are
+    drawn at once, and under vmap on the first key alone (jax.random, "Advanced RNG configuration").
+    """
+    words = jnp.asarray(a.dropout_key)
+    words = jax.random.key_data(words) if jnp.issubdtype(words.dtype, jax.dtypes.prng_key) else words
+    key = reduce(jax.random.fold_in, words, threefry(jnp.zeros(2, "uint32")))
     heads = size.batch * size.q_heads
     keys = jax.vmap(lambda head: jax.random.key_data(jax.random.fold_in(key, head)))(jnp.arange(heads, dtype=jnp.int32))
     group = size.q_heads // size.kv_heads
     keep = jnp.asarray(1 - jnp.asarray(a.dropout_rate, wide), wide).reshape(1)
     return Dropout(keys.reshape(size.batch, size.kv_heads, group, -1), keep)
+
+
+def threefry(words: jax.Array) -> jax.Array:
+    """A key of two words, whatever jax_default_prng_impl is."""
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _on_all_shards(call: Call) -> Call:

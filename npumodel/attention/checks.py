@@ -54,7 +54,8 @@ def check_block(name: str, size: Any) -> int:
 
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
-        raise ValueError(f"{name}: expected a JAX or NumPy array, got {type(x).__name__}; convert with jnp.asarray")
+        cure = "give one" if x is None else _no_numbers(x) or "convert with jnp.asarray"
+        raise ValueError(f"{name}: expected a JAX or NumPy array, got {type(x).__name__}; {cure}")
 
 
 def _check_sharding(name: str, x: Any) -> None:
@@ -107,21 +108,57 @@ def _check_sinks(sinks: Any, size: Sizes) -> None:
         return
     _check_array("sinks", sinks)
     if sinks.shape != (size.q_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        cure = _reshaped("sinks", sinks.shape, (size.q_heads,)) or "give one number for each"
+        cure = "cast with sinks.astype(q.dtype)" if sinks.shape == (size.q_heads,) else cure
         raise ValueError(
-            f"sinks: expected floats [N={size.q_heads}], one per query head, got {sinks.dtype.name} {sinks.shape}"
+            f"sinks: expected floats [N={size.q_heads}], one per query head, got {sinks.dtype.name} {sinks.shape}; "
+            f"{cure}"
         )
 
 
-def _check_ints(name: str, x: Any, shape: tuple[int, ...], what: str) -> None:
+def _check_ints(name: str, x: Any, shape: tuple[int, ...], what: str, cure: str | None = None) -> None:
+    """what: the entries in words. cure: of a wrong shape, where spreading or reshaping x would not be it."""
     found, dtype = _describe(x)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or found != shape:
-        got = type(x).__name__ if dtype is None else f"{dtype} {found}"
-        cure = f"as jnp.full({shape}, n)" if shape else "as an int"
-        raise ValueError(f"{name}: expected ints of shape {shape} ({what}), got {got}; give it {cure}")
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        if found == shape:
+            return
+        cure = cure or _reshaped(name, found, shape) or (f"give {what}" if shape else "give one int")
+    elif dtype is not None and (jnp.issubdtype(dtype, jnp.floating) or dtype == np.bool_):
+        array = isinstance(x, jax.Array | np.ndarray)
+        cure = "cast with .astype(int)" if array else "give an int" if not shape else "give whole numbers"
+    else:
+        cure = _no_numbers(x) or (f"give {what}" if shape else "give one int")
+    got = type(x).__name__ if dtype is None else f"{dtype} {found}"
+    raise ValueError(f"{name}: expected ints of shape {shape} ({what}), got {got}; {cure}")
+
+
+def _reshaped(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
+    """How numbers of the shape `found` get another, all of them kept; None if they do not fit."""
+    if not shape or 0 in found:
+        return None
+    if found == ():
+        return f"spread it with jnp.full({shape}, {name})"
+    if np.prod(found) == np.prod(shape):
+        return f"use jnp.reshape({name}, {shape})"
+    tail = shape[len(shape) - len(found) :]
+    if len(found) <= len(shape) and all(n in (1, whole) for n, whole in zip(found, tail, strict=True)):
+        return f"spread it with jnp.broadcast_to({name}, {shape})"
+    return None
+
+
+def _no_numbers(x: Any) -> str | None:
+    """The cure for what stands for numbers but has none that can be read here."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "for shapes without numbers, call inside jax.eval_shape, which makes arrays of them"
+    if isinstance(x, list | tuple) and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
+        return "join traced numbers with jnp.asarray or jnp.stack"
+    return None
 
 
 def _describe(x: Any) -> tuple[Any, Any]:
     """Shape and dtype of anything array-like; (None, None) for the rest."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return None, None
     try:
         x = x if isinstance(x, jax.Array) else np.asarray(x)
         return x.shape, x.dtype
@@ -152,23 +189,27 @@ def _check_real(name: str, x: Any, low: float | None = None) -> None:
     real = dtype is not None and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
     if shape != () or not real:
         got = type(x).__name__ if dtype is None else f"{dtype} of shape {shape}"
-        raise ValueError(f"{name}: expected None or one real number, got {got}; pass a scalar")
+        raise ValueError(f"{name}: expected None or one real number, got {got}; {_no_numbers(x) or 'pass a scalar'}")
     value = _known(x)
     if low is not None and value is not None and not low < value < np.inf:
-        raise ValueError(f"{name}: expected None or a number above {low}, got {x!r}")
+        raise ValueError(f"{name}: expected None or a finite number above {low}, got {x!r}; None is for none")
 
 
 def _check_window(window: Any) -> None:
     if window is None:
         return
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        got, cure = repr(window), "None or -1 for no limit"
+        if isinstance(window, jax.Array | np.ndarray):
+            got = f"an array {window.dtype.name} {window.shape}"
+            cure = "give tuple(window)" if window.shape == (2,) else cure
         raise ValueError(
-            f"window: expected (left, right), the keys seen on each side besides the query's own, got {window!r}; "
-            "None or -1 for no limit"
+            "window: expected (left, right), a tuple of two ints, the keys seen on each side besides the query's own, "
+            f"got {got}; {cure}"
         )
-    for side in window:
+    for name, side in zip(("left", "right"), window, strict=True):
         if side is not None:
-            _check_ints("window", side, (), "one for each side; None or -1 for no limit")
+            _check_ints("window", side, (), f"the {name} side; None or -1 for no limit")
 
 
 def _check_offset(a: Arguments, size: Sizes) -> None:
@@ -214,8 +255,12 @@ def _check_cu(a: Arguments, size: Sizes) -> None:
     for name, cu, most in pairs:
         if cu is None:
             continue
-        shape = count if count is not None and len(count) == 1 and count[0] > 0 else (2,)
-        _check_ints(name, cu, shape, "cumulative lengths [sequences + 1], alike for q and kv")
+        if count is None or len(count) != 1 or not count[0]:
+            cure = _no_numbers(cu) or "give them on one axis; [0] is no sequence"
+            got = type(cu).__name__ if count is None else f"shape {count}"
+            raise ValueError(f"{name}: expected ints [sequences + 1], the cumulative lengths, got {got}; {cure}")
+        what = "cumulative lengths [sequences + 1], alike for q and kv"
+        _check_ints(name, cu, count, what, "a sequence without tokens repeats the number before it")
         known = _known(cu)
         known = None if known is None else known.astype(np.int64)
         if known is not None and (known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > most):
@@ -256,11 +301,12 @@ def _check_dropout(a: Arguments) -> None:
         return
     shape, dtype = _describe(a.dropout_key)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if shape != (() if typed else (2,)) or not (typed or dtype == np.uint32):
+    raw = dtype == np.uint32 and shape[-1:] in ((2,), (4,))  # the words of threefry, and of rbg
+    if not (typed or raw) or len(shape) != (0 if typed else 1):
         got = type(a.dropout_key).__name__ if dtype is None else f"{dtype} {shape}"
-        raise ValueError(
-            f"dropout_key: expected one key of jax.random, got {got}; make one with jax.random.key(seed)"
-        )
+        cure = "take one of them, as dropout_key[0]" if typed or raw else "make one with jax.random.key(seed)"
+        cure = _no_numbers(a.dropout_key) or cure
+        raise ValueError(f"dropout_key: expected one key of jax.random, got {got}; {cure}")
 
 
 def _check_p_dtype(dtype: Any) -> None:

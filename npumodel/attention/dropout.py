@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from npumodel.attention.call import Dropout
+from npumodel.attention.call import Dropout, threefry
 from npumodel.attention.masks import cut
 
 
@@ -22,7 +22,7 @@ def kept(dropout: Dropout, start: Sequence[Any], size: Sequence[int], keys_first
     rows, columns = (start[axis] + jnp.arange(size[axis], dtype=jnp.int32) for axis in (3, 4))
 
     def bits(key, row, column):
-        folded = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), row), column)
+        folded = jax.random.fold_in(jax.random.fold_in(threefry(key), row), column)
         return jax.random.key_data(folded)[0]
 
     tile = jax.vmap(jax.vmap(bits, (None, None, 0)), (None, 0, None))

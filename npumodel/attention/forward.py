@@ -22,7 +22,7 @@ from jax import lax
 from npumodel.attention.call import Call
 from npumodel.attention.dropout import kept
 from npumodel.attention.masks import cut, put
-from npumodel.attention.tiles import Grid, Plan, grid, like, scored, seen_product, visit
+from npumodel.attention.tiles import Grid, Plan, below, grid, like, scored, seen_product, visit
 
 
 class State(NamedTuple):
@@ -59,7 +59,9 @@ def _task(g: Grid, plan: Plan, index: Any, result: Result) -> Result:
     """One query block of a few heads, written into the result."""
     start, _ = g.start(index)
     query = g.rows(g.call.inputs.q, start)
-    state = visit(g.steps(start), partial(step, g, plan, start, query), _first(g, start, query))
+    values = like(0, (*query.shape[:4], g.call.inputs.v.shape[3]), query)
+    first = State(*first_softmax(g, start, query), values)
+    state = visit(g.steps(start), partial(step, g, plan, start, query), first)
     out = state.values / jnp.where(state.total == 0, 1, state.total)[..., None]
     return Result(
         put(result.out, out, (*start, 0)),
@@ -68,15 +70,14 @@ def _task(g: Grid, plan: Plan, index: Any, result: Result) -> Result:
     )
 
 
-def _first(g: Grid, start: Any, query: jax.Array) -> State:
-    rows = query.shape[:4]
-    values = like(0, (*rows, g.call.inputs.v.shape[3]), query)
-    sinks = g.call.inputs.sinks
+def first_softmax(g: Grid, start: Any, query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Peak and total of the task's queries before any key."""
+    rows, sinks = query.shape[:4], g.call.inputs.sinks
     if sinks is None:
-        return State(like(-jnp.inf, rows, query), like(0, rows, query), values)
+        return like(-jnp.inf, rows, query), like(0, rows, query)
     at, size = (start[0], start[1], start[2]), (g.b, g.h, g.g)
     peak = like(0, rows, query) + cut(sinks, at, size)[..., None]
-    return State(peak, jnp.exp(peak - _finite(peak)), values)  # a sink of -inf is none
+    return peak, jnp.exp(peak - finite(peak))  # a sink of -inf is none
 
 
 def step(g: Grid, plan: Plan, start: Any, query: jax.Array, masked: bool, j: Any, state: State) -> State:
@@ -90,8 +91,8 @@ def step(g: Grid, plan: Plan, start: Any, query: jax.Array, masked: bool, j: Any
         scores, allowed = tile.apply(scores), tile.allowed
 
     peak = jnp.maximum(state.peak, scores.max(-1))
-    shift = _finite(peak)
-    weights = jnp.exp(scores - shift[..., None])
+    shift = finite(peak)
+    weights = jnp.exp(below(scores, shift[..., None]))
     decay = jnp.exp(state.peak - shift)
     total = state.total * decay + weights.sum(-1)
     if g.call.context.dropout is not None:
@@ -105,7 +106,7 @@ def _of_values(weights: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.einsum("bhgqk,bhke->bhgqe", weights, value, preferred_element_type=weights.dtype)
 
 
-def _finite(peak: jax.Array) -> jax.Array:
+def finite(peak: jax.Array) -> jax.Array:
     """0 for -inf, where no key was seen yet: e^(-inf - 0) = 0."""
     return jnp.where(peak == -jnp.inf, 0, peak)
 

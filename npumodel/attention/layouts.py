@@ -45,9 +45,11 @@ def sizes(layout: str, q: Any, k: Any, v: Any, q_heads: int | None = None, kv_he
     )
     about = f"; the layout is {layout}, {LAYOUTS[layout]}"
     about += ", from BSND use x.transpose(0, 2, 1, 3) or layout='BSND'" if layout == "BNSD" else ""
-    if not d or d != dk:
+    if not d:
+        raise ValueError(f"q: expected a head_dim of at least 1, got {q.shape}{about}")
+    if d != dk:
         about += f", and k was read with kv_heads={kv_heads}" if kv_heads is not None else ""
-        raise ValueError(f"k: expected the head_dim of q (at least 1), got q {q.shape} and k {k.shape}{about}")
+        raise ValueError(f"k: expected the head_dim of q, got q {q.shape} and k {k.shape}{about}")
     if (bk, nk, sk) != (bv, nv, sv):
         raise ValueError(f"v: expected batch, heads and sequence of k {k.shape}, got {v.shape}{about}")
     if bq != bk:

@@ -11,7 +11,7 @@ from jax import lax
 from npumodel.attention.arguments import Arguments
 from npumodel.attention.call import Call, empty, finished, prepared
 from npumodel.attention.dropout import kept
-from npumodel.attention.tiles import scored, with_odd
+from npumodel.attention.tiles import below, scored, with_odd
 
 
 def reference_attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options) -> Any:
@@ -73,11 +73,16 @@ def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Softmax over the last axis, and its log sum exp; a row of only -inf gives 0 and -inf."""
     peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     shift = jnp.where(peak == -jnp.inf, 0, peak)
-    weights = jnp.exp(scores - shift)
+    weights = jnp.exp(_below(scores, shift))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, shift + jnp.log(safe))
     return weights / safe, lse[..., 0]
+
+
+#: Of `below`, the gradient by the scores: at the peak too, where the minimum has two equals.
+_below = jax.custom_jvp(below)
+_below.defjvp(lambda primals, tangents: (_below(*primals), tangents[0]))
 
 
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:

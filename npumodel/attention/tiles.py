@@ -131,6 +131,16 @@ def scored(call: Call, at: Any, b: int, products: jax.Array) -> tuple[jax.Array,
     return cap * bent, 1 - bent * bent
 
 
+def below(scores: jax.Array, peak: jax.Array) -> jax.Array:
+    """scores - peak, never above 0, and 0 at the peak: the exponents of the softmax weights.
+
+    Without the minimum XLA may contract scale * products - peak to one multiply-add, whose product is not rounded while
+    that in the peak was: beyond 1e9 the difference, half a last digit of the scores, makes weights of 0 or Inf. In the
+    backward pass the scores come from a product of another shape, and may exceed the peak by their rounding.
+    """
+    return jnp.minimum(scores, peak) - peak
+
+
 def like(value: float, shape: tuple[int, ...], x: jax.Array) -> jax.Array:
     """A full array of x's dtype that varies over the mesh axes of x (under shard_map; elsewhere just full)."""
     return jnp.where(False, x[(0,) * x.ndim], jnp.full(shape, value, x.dtype))
