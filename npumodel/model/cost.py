@@ -301,10 +301,13 @@ def _in_a_stream(cut: Parts, tasks: _Tasks, k: Knobs, o: Options) -> tuple[_Task
     corners = cut.step(np.array((0, 0, 2))), cut.step(np.array((0, 1, 3)))
     saved = jax.vmap(saves)(*corners, counts)
     usual, at_end, at_last = (jax.tree.map(itemgetter(i), saved) for i in range(3))
-    numbers = jnp.arange(tasks.every.makespan.shape[0]).reshape(-1, *[1] * (tasks.every.makespan.ndim - 1))
-    every = _saving(tasks.every, usual, jnp.minimum(numbers, 1.0))
     least = (at_steps(tasks.every, mean).makespan - usual.makespan) / mean
-    every = every._replace(makespan=jnp.maximum(every.makespan, jnp.minimum(numbers, mean) * least))
+
+    def of_steps(task: TaskTimes, number) -> TaskTimes:
+        task = _saving(task, usual, jnp.minimum(number, 1.0))
+        return task._replace(makespan=jnp.maximum(task.makespan, jnp.minimum(number, mean) * least))
+
+    every = jax.vmap(of_steps)(tasks.every, jnp.arange(float(len(tasks.every.makespan))))
     stream = tasks._replace(every=every, whole=_saving(tasks.whole, at_end), ragged=_saving(tasks.ragged, at_last))
     drained = jnp.where(b.q_blocks > 1, usual.makespan, at_last.makespan)
     return stream, jnp.where(b.reach_end > 1, at_end.makespan, drained)
