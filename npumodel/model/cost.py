@@ -259,12 +259,14 @@ def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, te
     def at(lookahead) -> _Core:
         k = cut.knobs(tile, lookahead, sync)
         tasks = _tasks(cut, k, o, temperature)
+        core = _dealt_out(p, cut.blocks, cut.traffic, tasks, tile.core_order, temperature)
         if not (tile.persistent and o.overlap):
-            return _dealt_out(p, cut.blocks, cut.traffic, tasks, tile.core_order, temperature)
+            return core
         stream, drained = _in_a_stream(cut, tasks, k, o)
-        core = _dealt_out(p, cut.blocks, cut.traffic, stream, tile.core_order, temperature)
-        makespan = core.tasks.makespan + drained
-        return core._replace(tasks=core.tasks._replace(makespan=makespan), heaviest=tasks.heaviest(cut.blocks))
+        joined = _dealt_out(p, cut.blocks, cut.traffic, stream, tile.core_order, temperature)
+        makespan = jnp.minimum(joined.tasks.makespan + drained, core.tasks.makespan)
+        wait = {name: jnp.maximum(seconds, 0.0) for name, seconds in joined.wait.items()}
+        return core._replace(tasks=core.tasks._replace(makespan=makespan), wait=wait)
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if isinstance(temperature, (int, float)) and temperature == 0:

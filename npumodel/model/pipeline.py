@@ -180,7 +180,7 @@ class Wiring:
                 wait = jnp.maximum(start - self._unhindered(stage, now, step, k), 0.0)
                 waited[stage.name] = _if(on, wait, 0.0 * start)
             pipes[stage.pipe] = _if(on, end, pipes[stage.pipe])
-            for pipe, until in self._held(stage, end, step, k):
+            for pipe, until in self._held(stage, firsts, step, k):
                 pipes[pipe] = _if(on, _later(pipes[pipe], until), pipes[pipe])
             ends[stage.name] = _if(on, end, ends[stage.name]) if stage.name in ends else end
             ended[stage.name] = end
@@ -190,7 +190,7 @@ class Wiring:
         """When a stage starts, as far as those are concerned that it does not work beside, piece by piece."""
         streams = stage.streams if step.pieces is not None else ()
         times = [now.pipes[stage.pipe]] + [end for name, end in self._fed(stage, now, k) if name not in streams]
-        return reduce(_later, times + self._freed(stage, now, step, k))
+        return reduce(_later, times + self._freed(stage, now, step, k, ("first",) if streams else ("first", "last")))
 
     def _fed(self, stage: Stage, now: State, k: Knobs) -> list:
         """(name, end) of the stages that a stage waits for, hand-over included. Those of the start of a task only keep
@@ -208,7 +208,8 @@ class Wiring:
         P pieces P - slots find no slot before this stage has started: they come beside all of its own pieces but two
         (with one slot: beside none).
         """
-        own, refill, beside, lasts, turns = step.seconds[stage.name], 0.0, 1.0, [], {}
+        own, refill, beside, turns = step.seconds[stage.name], 0.0, 1.0, {}
+        lasts = self._freed(stage, now, step, k, ("last",)) if stage.buffer in k.ahead else []
         rest = 1 - 1 / step.pieces
         for source in (s for s in self.table.stages if s.name in stage.streams):
             other, slots = step.seconds[source.name], k.slots[source.buffer or ""]
@@ -224,14 +225,14 @@ class Wiring:
         start = start + jnp.maximum(refill - beside * jnp.maximum(1 - 2 / step.pieces, 0.0) * own, 0.0)
         return reduce(_later, lasts, start), first
 
-    def _held(self, stage: Stage, end, step: Step, k: Knobs) -> list:
+    def _held(self, stage: Stage, firsts: dict, step: Step, k: Knobs) -> list:
         """(pipe, until when) for pipes whose last pieces had to wait until this stage had freed slots."""
         if step.pieces is None:
             return []
         found = []
         for source in map(self.table.stage, stage.streams):
-            one, other, slots = step.seconds[source.name], step.seconds[stage.name], k.slots[source.buffer or ""]
-            until = end + (one - slots * _later(one, other)) / step.pieces
+            other, own, slots = step.seconds[source.name], step.seconds[stage.name], k.slots[source.buffer or ""]
+            until = firsts[stage.name] + ((step.pieces - slots - 1) * own + other) / step.pieces
             found.append((source.pipe, jnp.where(slots < step.pieces, until, 0.0 * until)))
         return found
 
@@ -247,15 +248,18 @@ class Wiring:
             return now.ends[name]
         return _ago(k.lag, (now.ends[name], *now.past[name][:MAX_LOOKAHEAD]))
 
-    def _freed(self, stage: Stage, now: State, step: Step, k: Knobs) -> list:
-        """When the slot taken `depth` steps ago was freed: a back stage frees it `lookahead` program slots later."""
+    def _freed(self, stage: Stage, now: State, step: Step, k: Knobs, pieces=("first", "last")) -> list:
+        """When the slot taken `depth` steps ago was freed: a back stage frees it `lookahead` program slots later.
+        pieces: for which of its pieces, each as the start of a stage that does not stop in between."""
         if not stage.buffer:
             return []
         name, freed_by = stage.buffer, stage.freed_by or ""
         freed = _ago(k.depths[name], now.past[freed_by])
-        if step.pieces is not None and name in k.ahead:
-            freed = freed - k.ahead[name] / step.pieces * _earlier(step.seconds[stage.name], step.seconds[freed_by])
-        return [freed]
+        if step.pieces is None or name not in k.ahead:
+            return [freed]
+        own = step.seconds[stage.name]
+        pace = {"first": _later(step.seconds[freed_by], own), "last": own}
+        return [freed - k.ahead[name] / step.pieces * pace[which] for which in pieces]
 
     def slot(self, state: State, step, full: Step, k: Knobs, last: Step | None = None):
         """The slot whose front stages work on step number `step`. last: times of that step, if it is the last one.
