@@ -1,6 +1,6 @@
 """npumodel: execute FlashAttention in JAX, price the same plan on an Ascend NPU, and differentiate the price."""
 
-from .api import estimate, explain, flash_attention, target, trace, tune
+from .api import estimate, explain, flash_attention, hints, target, trace, tune
 from .attention import merge
 from .hardware import DeviceSpec, device, devices
 from .model.estimate import Cost
@@ -25,6 +25,7 @@ __all__ = [
     "estimate",
     "explain",
     "flash_attention",
+    "hints",
     "merge",
     "target",
     "trace",

@@ -22,7 +22,9 @@ from npumodel.attention import Arguments, blocked
 from npumodel.explain_text import page
 from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model import estimate as model_estimate
+from npumodel.model import hints as model_hints
 from npumodel.model.estimate import Cost
+from npumodel.model.hints import Hints
 from npumodel.report_text import Priced
 from npumodel.search import auto, single, tuner
 from npumodel.search.auto import Resolved
@@ -276,6 +278,24 @@ def estimate(
     spec, asked = _needed(device), parse(shape) if isinstance(shape, str) else shape
     resolved = resolve_any(asked, spec, tile, policy)
     return model_estimate.estimate(asked, spec, resolved.tile, overlap=overlap)
+
+
+def hints(
+    shape: ShapeLike,
+    device: DeviceLike | None = None,
+    tile: Any = "auto",
+    *,
+    q_lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
+) -> Hints:
+    """What it is worth, in seconds, to know the lengths of the examples of a padded call, and which kernel comes next.
+
+    q_lengths, kv_lengths  valid positions of each example, [batch]; None: all
+
+    Arguments and errors else as `estimate`; see `npumodel.model.hints`.
+    """
+    spec, asked = _needed(device), _shape(shape)
+    return model_hints.hints(asked, spec, auto.resolve(asked, spec, tile).tile, q_lengths, kv_lengths)
 
 
 def resolve_any(shape: Shape, spec: DeviceSpec, tile: Any = "auto", policy: str | None = None) -> Resolved:
