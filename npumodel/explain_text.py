@@ -15,6 +15,7 @@ from npumodel.hardware import DeviceSpec
 from npumodel.hardware.spec import NUMBERS, RANGES
 from npumodel.model.durations import CONSTANT_TITLES, time_constants
 from npumodel.model.estimate import Cost, StageCost, estimate, illegal
+from npumodel.model.tiling import FRACTAL
 from npumodel.report_text import Priced, columns, header
 from npumodel.search.space import fitted, lattice, padded
 from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
@@ -233,9 +234,9 @@ def plan_changes(cost: Cost) -> tuple[list[Change], list[str]]:
 
 def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[str, TileConfig]:
     """Tiles that differ in one knob, by what changes: the next value on either side (of a block, of the search's
-    lattice); half and double a block or the parts of the keys; the other fusion and order; one of the
-    `cores` at work fewer, or half of them, and where the tile says how many, one more, or twice as many. Blocks are cut
-    to the lengths."""
+    lattice); half and double a block, the parts of the keys or the pieces of a block; the other fusion and order, tasks
+    drained or not; one of the `cores` at work fewer, or half of them, and where the tile says how many, one more, or
+    twice as many. Blocks are cut to the lengths."""
     now = fitted(tile, shape).replace(cores=cores)
     heads, parts = shape.q_heads // shape.kv_heads, math.ceil(shape.kv_len / now.block_kv)
     around = {
@@ -245,6 +246,8 @@ def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[
         "lookahead": _around(now.lookahead, range(MAX_LOOKAHEAD + 1)),
         "heads_packed": _around(now.heads_packed, [n for n in range(1, heads + 1) if heads % n == 0]),
         "split_kv": _around(now.split_kv, range(1, parts + 1), now.split_kv // 2, 2 * now.split_kv),
+        "kv_pieces": [n for n in (now.kv_pieces // 2, 2 * now.kv_pieces) if 1 <= n <= now.block_kv // FRACTAL],
+        "persistent": [not now.persistent],
         "fusion": [fusion for fusion in FUSIONS if fusion != now.fusion],
         "core_order": [order for order in CORE_ORDERS if order != now.core_order],
         "cores": sorted({cores // 2, cores - 1, *[cores + 1, 2 * cores] * (tile.cores != ALL_CORES)} - {0}),
@@ -255,6 +258,8 @@ def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[
         around["fusion"] = []  # keys are split in a fused kernel only
     if not (shape.causal or shape.window):
         around["core_order"] = []  # tasks of one length: the order changes nothing
+    if shape.backward:
+        around |= dict.fromkeys(("heads_packed", "split_kv", "kv_pieces", "persistent", "fusion"), [])
     changes = [(name, value) for name, values in around.items() for value in values]
     kept = now.replace(cores=tile.cores)
     return {f"{name} {getattr(now, name)} -> {value}": kept.replace(**{name: value}) for name, value in changes}

@@ -88,7 +88,7 @@ def cells(text, first):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_page(priced, pages, name):
     lines = pages(name).splitlines()
-    assert len(lines) <= 72 and max(map(len, lines)) <= WIDTH and all(line == line.rstrip() for line in lines)
+    assert len(lines) <= 75 and max(map(len, lines)) <= WIDTH and all(line == line.rstrip() for line in lines)
     title = f"{header(Priced(priced(name), 'explicit'))} predicted time {units.seconds(priced(name).seconds)}"
     assert " ".join(pages(name).split()).startswith(" ".join(title.split()))
     assert not re.search(r"\b(nan|inf|None|Array|float32\()", pages(name))
@@ -193,7 +193,8 @@ def test_neighbours_on_and_off_the_lattice():
 
 
 def test_neighbours_only_where_they_can_matter():
-    """The order of tasks of one length, split keys of one block or of an unfused call, packed heads without a group."""
+    """The order of tasks of one length, split keys of one block or of an unfused call, packed heads without a group,
+    pieces of less than a fractal; and of a backward pass what it does not have."""
     knobs = {}
     for text, tile in (
         ("B1,N8,KV2,S512,D64,causal", "64x64"),
@@ -202,9 +203,11 @@ def test_neighbours_only_where_they_can_matter():
     ):
         found = neighbours(parse(tile), npu.AttentionShape.parse(text))
         knobs[tile] = {what.split()[0] for what in found}
-    always = {"block_q", "block_kv", "buffers", "lookahead", "fusion"}
-    assert knobs["64x64"] == always | {"core_order", "split_kv", "heads_packed"}
-    assert knobs["64x512"] == always and knobs["8x8 unfused"] == always
+    always = {"block_q", "block_kv", "buffers", "lookahead", "fusion", "persistent"}
+    assert knobs["64x64"] == always | {"core_order", "split_kv", "heads_packed", "kv_pieces"}
+    assert knobs["64x512"] == always | {"kv_pieces"} and knobs["8x8 unfused"] == always
+    backward = neighbours(parse("64x64"), npu.AttentionShape.parse("B1,N8,S512,D64,backward"))
+    assert {what.split()[0] for what in backward} == {"block_q", "block_kv", "buffers", "lookahead"}
     split = neighbours(npu.TileConfig(64, 64, split_kv=2), npu.AttentionShape.parse("B1,N8,S512,D64"))
     few = neighbours(parse("64x64 cores=3"), npu.AttentionShape.parse("B1,N8,S512,D64"), cores=3)
     assert {what: tile.cores for what, tile in few.items() if "cores" in what} == {

@@ -275,6 +275,7 @@ def round_robin_draws(rng):
         yield shape, TileConfig(16, 64), cores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
 def test_round_robin_takes_as_long_as_the_simulated_tasks_of_its_busiest_core(name):
     """Memory does not hold the cores up, so that a call takes as long as the longest of them."""
@@ -309,6 +310,7 @@ def test_round_robin_takes_as_long_as_the_simulated_tasks_of_its_busiest_core(na
     assert max(apart) > 1.5  # the order matters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
 def test_price_of_persistent_tasks_is_launch_plus_their_simulated_stream(name):
     """Within 1e-3 where all tasks have one length; where they differ (causal, a ragged last one), a border is taken to

@@ -247,7 +247,7 @@ def too_large(shape: Shape, device: DeviceSpec) -> str | None:
 
 
 def _knobs_without_backward(tile: AnyTile) -> list[str]:
-    wanted = {"fusion": "fused", "heads_packed": 1, "split_kv": 1}
+    wanted = {"fusion": "fused", "heads_packed": 1, "split_kv": 1, "kv_pieces": 1, "persistent": False}
     found = {name: getattr(tile, name, value) for name, value in wanted.items()}
     return [
         f"{name}: expected {value!r} for the backward pass, got {found[name]!r}"

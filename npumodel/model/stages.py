@@ -132,7 +132,7 @@ def _mte3(arch: str) -> str:
 
 def _qk(scores_freed_by: str) -> tuple[Stage, ...]:
     return (
-        Stage("load_q", "MTE2", "qk", "gm_l1", "q", buffer="L1.Q", freed_by="qk_matmul", when="task_start"),
+        Stage("load_q", "MTE2", "qk", "gm_l1", "q", buffer="L1.Q_rows", freed_by="qk_matmul", when="task_start"),
         Stage("load_k", "MTE2", "qk", "gm_l1", "k", buffer="L1.K", freed_by="qk_matmul"),
         Stage(
             "qk_matmul", CUBE, "qk", "matmul", "s", ("load_q", "load_k"), buffer="L0C.S", freed_by=scores_freed_by,
