@@ -259,7 +259,8 @@ def gradients(device: npu.DeviceSpec, function, n: int) -> list[Entry]:
     """The same of cost and gradient, half of the points causal. The temperature is an argument, as in the search."""
     found: list[Entry] = []
     both = [batch(device, mask, n // 2) for mask in MASKS]
-    problem, tile = jax.tree.map(lambda *xs: np.concatenate(xs), *((b.problem, b.tile) for b in both))
+    halves = [jax.tree.map(lambda x: np.broadcast_to(x, n // 2), (b.problem, b.tile)) for b in both]
+    problem, tile = jax.tree.map(lambda *xs: np.concatenate(xs), *halves)
     b, what = Batch(both[0].chip, problem, tile), {by_tile: "tile", by_tile_and_device: "tile and device"}[function]
     run, compiled = compile_(function, GRADIENT_OPTIONS, b, np.float32(0))
     for temperature in (0.0, 0.3):

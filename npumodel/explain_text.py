@@ -74,7 +74,8 @@ def _graph(cost: Cost) -> list[str]:
 
 def _other_fusion(cost: Cost, fusion: str) -> str:
     """What the same tile would cost as other kernels, or why it cannot."""
-    tile = cost.tile.replace(fusion=fusion, split_kv=cost.tile.split_kv if fusion == "fused" else 1)
+    fused_only = {} if fusion == "fused" else {"split_kv": 1, "kv_pieces": 1}
+    tile = cost.tile.replace(fusion=fusion, **fused_only)
     refusals = illegal(cost.shape, cost.chip, tile)
     if refusals:
         return f"refused, {'; '.join(refusals)}"
@@ -252,10 +253,10 @@ def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[
         "core_order": [order for order in CORE_ORDERS if order != now.core_order],
         "cores": sorted({cores // 2, cores - 1, *[cores + 1, 2 * cores] * (tile.cores != ALL_CORES)} - {0}),
     }
-    if now.fusion == "unfused":
-        around["split_kv"] = []
-    elif now.split_kv > 1:
-        around["fusion"] = []  # keys are split in a fused kernel only
+    if now.fusion != "fused":
+        around["split_kv"] = around["kv_pieces"] = []
+    elif max(now.split_kv, now.kv_pieces) > 1:
+        around["fusion"] = []  # keys are split, and come in pieces, in a fused kernel only
     if not (shape.causal or shape.window):
         around["core_order"] = []  # tasks of one length: the order changes nothing
     if shape.backward:

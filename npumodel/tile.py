@@ -38,7 +38,7 @@ class TileConfig:
                slot in L1, and the buffers and the lookahead go on over the border); False: it starts when that is done
     kv_pieces  pieces in which K and V of a step come into L1 and through the matrix unit, 1 = whole: a piece is
                block_kv_compute = block_kv / kv_pieces keys, and `buffers` counts pieces (the vendor's nRatio: 8 pieces
-               of 128 keys a step)
+               of 128 keys a step); of fused kernels
     core_order "balanced": tasks of a causal call are dealt out in long and short pairs; "contiguous": in a row;
                "round_robin": each core in turn gets the next task in the order of launch (heads, their q blocks, parts)
     cores      cores that are launched, at most (a launch costs something for each); by default all of the chip
@@ -85,8 +85,10 @@ class TileConfig:
             raise ValueError(f"core_order: expected one of {', '.join(CORE_ORDERS)}, got {self.core_order!r}")
         if not isinstance(self.persistent, bool):
             raise ValueError(f"persistent: expected True or False, got {self.persistent!r}")
-        if self.fusion != "fused" and isinstance(self.split_kv, numbers.Real) and self.split_kv != 1:
-            raise ValueError(f"split_kv: expected 1 with fusion {self.fusion!r}, got {self.split_kv!r}")
+        for name in ("split_kv", "kv_pieces"):
+            value = getattr(self, name)
+            if self.fusion != "fused" and isinstance(value, numbers.Real) and value != 1:
+                raise ValueError(f"{name}: expected 1 with fusion {self.fusion!r}, got {value!r}")
 
     def replace(self, **changes) -> TileConfig:
         """A copy with some fields changed."""

@@ -46,11 +46,11 @@ class Plan(NamedTuple):
 
     @property
     def persistent(self):
-        return self.masked
+        return self.masked and self.core_order != "round_robin"
 
     @property
     def in_pieces(self):
-        return self.core_order == "contiguous"
+        return self.core_order == "contiguous" and self.fusion == "fused"
 
     def options(self, **more):
         return Options("", self.masked, in_pieces=self.in_pieces, **more)
