@@ -25,7 +25,7 @@ from ..workload import Shape
 from . import round_robin, tiling
 from .durations import TimeConstants, Work, measure, miss_share, once, work
 from .graph import Kernel, compile_graph, masked
-from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, border, knobs, lengths, task
+from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, border, knobs, lengths, plus, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import AnyProblem, AnyTile, Blocks, Problem, Traffic
 
@@ -244,12 +244,12 @@ class _Tasks(NamedTuple):
     @property
     def end(self) -> TaskTimes:
         """What the ragged columns change."""
-        return _plus(self.whole, at_steps(self.every, self.whole_steps), -1.0)
+        return plus(self.whole, at_steps(self.every, self.whole_steps), -1.0)
 
     def heaviest(self, b: Blocks) -> TaskTimes:
         """The longest one that there is."""
         most = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(b.most_steps / b.parts)), 1.0) * gate(b.q_blocks - 1)
-        to_the_end = _plus(_none(self.whole), self.whole, gate(b.reach_end - 1))
+        to_the_end = plus(_none(self.whole), self.whole, gate(b.reach_end - 1))
         return _longer(_longer(at_steps(self.every, most), self.ragged), to_the_end)
 
 
@@ -339,36 +339,36 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
     def over(first, last) -> TaskTimes:  # q blocks first .. last - 1, without the last one of the head
         weights = tiling.sample_weights(b, first, last)
         some = jax.tree.map(lambda x: (weights * x).sum(0), sampled)
-        return _plus(some, empty, b.parts * jnp.maximum(jnp.minimum(last, b.empty) - first, 0.0))
+        return plus(some, empty, b.parts * jnp.maximum(jnp.minimum(last, b.empty) - first, 0.0))
 
     empty, sampled = jax.tree.map(itemgetter(0), every), jax.vmap(of)(b.sample_steps)
     working = jnp.minimum(b.parts, b.last_steps)
     each = (b.last_steps - tasks.ragged_steps) / jnp.maximum(working - 1, 1.0)  # of the parts without ragged columns
     others = at_steps(every, each)
-    last = _plus(_plus(ragged, others, working - 1), empty, b.parts - working)
+    last = plus(plus(ragged, others, working - 1), empty, b.parts - working)
     seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
     mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.started - 1, 1.0) / b.parts))
-    growth = _plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
-    before = _plus(over(0.0, b.q_blocks - 1), growth, b.steps - b.last_steps - seen)
-    before = _plus(before, end, b.reach_end - 1)
-    total = _plus(before, last)
-    mean_task = _plus(_none(total), total, 1 / (b.q_blocks * b.parts))
+    growth = plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
+    before = plus(over(0.0, b.q_blocks - 1), growth, b.steps - b.last_steps - seen)
+    before = plus(before, end, b.reach_end - 1)
+    total = plus(before, last)
+    mean_task = plus(_none(total), total, 1 / (b.q_blocks * b.parts))
     if core_order == "contiguous":
         blocks = jnp.minimum(left / b.parts, b.q_blocks)
         reaching = jnp.maximum(jnp.minimum(b.reach_end, blocks) - 1, 0.0)
-        inner = _plus(over(b.q_blocks - blocks, b.q_blocks - 1), end, reaching)
-        at_the_end = _plus(inner, last, jnp.minimum(blocks, 1.0))
+        inner = plus(over(b.q_blocks - blocks, b.q_blocks - 1), end, reaching)
+        at_the_end = plus(inner, last, jnp.minimum(blocks, 1.0))
         at_the_start = over(0.0, jnp.minimum(blocks, b.q_blocks - 1))
-        rest = _longer(_longer(at_the_end, at_the_start), _plus(_none(total), mean_task, left))
+        rest = _longer(_longer(at_the_end, at_the_start), plus(_none(total), mean_task, left))
     elif core_order == "round_robin":
-        rest = _plus(_none(total), mean_task, left)
+        rest = plus(_none(total), mean_task, left)
     else:
-        usual = _plus(_none(total), before, 1 / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0))
-        rest = _plus(_none(total), _longer(usual, mean_task), left)
+        usual = plus(_none(total), before, 1 / jnp.maximum((b.q_blocks - 1) * b.parts, 1.0))
+        rest = plus(_none(total), _longer(usual, mean_task), left)
     mean_share = x.waves / per_head
     wait = {name: mean_share * wait for name, wait in total.wait.items()}
     counts, share = _counts(b), jax.tree.map(lambda n: mean_share * n, _counts(b))
-    core = _Core(0.0 * x.waves, _plus(rest, total, heads), tasks.heaviest(b), wait, share)
+    core = _Core(0.0 * x.waves, plus(rest, total, heads), tasks.heaviest(b), wait, share)
     if core_order != "round_robin":
         return core
     kinds = round_robin.Kinds(every, end, ragged, mean_task)
@@ -382,10 +382,6 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
 def _mean(x, y, share):
     """x and y, y with this share."""
     return jax.tree.map(lambda a, b: a + share * (b - a), x, y)
-
-
-def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:
-    return jax.tree.map(lambda a, b: a + times * b, x, y)
 
 
 def _none(x: TaskTimes) -> TaskTimes:

@@ -71,6 +71,11 @@ class TaskTimes(NamedTuple):
     wait: dict
 
 
+def plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:
+    """x and y, y so many times."""
+    return jax.tree.map(lambda a, b: a + times * b, x, y)
+
+
 def knobs(table: StageTable, buffers, lookahead, sync, pieces=None) -> Knobs:
     """Resolve the depth rules of `table` for one tile. pieces: of K and V in a full step (None: they come whole)."""
     buffers = jnp.clip(buffers, 1, MAX_BUFFERS)
@@ -306,11 +311,6 @@ class Wiring:
 def _later(one, other):
     """The maximum. Its gradient goes to one of the two: a fraction of the code of jnp.maximum's, which splits ties."""
     return jnp.where(one >= other, one, other)
-
-
-def _earlier(one, other):
-    """The minimum, in the same way."""
-    return jnp.where(one <= other, one, other)
 
 
 def _if(on, new, old):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..relax import floor_sum
-from .pipeline import TaskTimes, at_steps
+from .pipeline import TaskTimes, at_steps, plus
 from .tiling import Blocks, Problem, Traffic, steps_of_block
 
 #: Tasks of a round, and tasks beyond whole rounds, that are looked at one by one. More are taken to be mean tasks of
@@ -154,7 +154,7 @@ def _add_up(
 ) -> tuple[TaskTimes, dict]:
     def one(place, often):
         steps, last, to_end = _steps(p, b, place)
-        times = _plus(at_steps(kinds.every, steps), kinds.end, jnp.where(to_end, 1.0, 0.0))
+        times = plus(at_steps(kinds.every, steps), kinds.end, jnp.where(to_end, 1.0, 0.0))
         times = jax.tree.map(lambda usual, ragged: jnp.where(last & to_end, ragged, usual), times, kinds.ragged)
         full, ends = jnp.where(last, 0.0, often), jnp.where(to_end, 1.0, 0.0)
         tail, none, some = often - full, 0.0 * often, jnp.where(steps > 0, 1.0, 0.0)
@@ -168,9 +168,9 @@ def _add_up(
     def total(share: Share):
         times, counts = jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(share.places, share.times))
         low = jnp.floor(slope.mean)
-        growth = _plus(at_steps(kinds.every, low + 1), at_steps(kinds.every, low), -1.0)
+        growth = plus(at_steps(kinds.every, low + 1), at_steps(kinds.every, low), -1.0)
         more = share.moved * slope.steps
-        times = _plus(_plus(times, kinds.mean, share.mean), growth, more)
+        times = plus(plus(times, kinds.mean, share.mean), growth, more)
         counts = jax.tree.map(lambda n, mean: n + share.mean * mean, counts, mean_counts)
         if counts:
             inner, *others = counts["step"]
@@ -178,8 +178,4 @@ def _add_up(
         return times, counts
 
     (times, counts), (rest, more) = map(total, shares)
-    return _plus(times, rest), jax.tree.map(jnp.add, counts, more)
-
-
-def _plus(x: TaskTimes, y: TaskTimes, times: Any = 1.0) -> TaskTimes:
-    return jax.tree.map(lambda a, b: a + times * b, x, y)
+    return plus(times, rest), jax.tree.map(jnp.add, counts, more)
