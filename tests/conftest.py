@@ -1,6 +1,7 @@
 """What every test runs under: no silent rank promotion, no deadline (compiling takes long), no outside settings."""
 
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -18,6 +19,16 @@ def compile_fast(request):
     jax.config.update("jax_disable_most_optimizations", not request.node.get_closest_marker("slow"))
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    """Forgets compiled calls before their memory maps reach Linux's default limit of 65,530 (vm.max_map_count) to a process: XLA
+    on CPUs keeps dozens to a compiled call, and beyond the limit the process is killed."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
