@@ -23,7 +23,7 @@ def compile_fast(request):
 
 @pytest.fixture(autouse=True)
 def few_memory_maps():
-    """Forgets compiled calls before their memory maps reach Linux's default limit of 65,530 (vm.max_map_count) to a process: XLA
+    """Forgets compiled calls before their memory maps reach 65,530, what Linux allows a process (vm.max_map_count): XLA
     on CPUs keeps dozens to a compiled call, and beyond the limit the process is killed."""
     yield
     maps = Path("/proc/self/maps")

@@ -279,7 +279,7 @@ def test_schedule_matches_the_event_simulator(arch, masked):
     for i in range(20):
         full, tail, buffers, lookahead, sync = draw(rng, found)
         steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
-        got, _ = run(full, tail, steps, buffers, lookahead, sync)
+        got, *_ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(found, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
 

@@ -85,8 +85,6 @@ ROUNDING = 1e-9
 MIXED = 5e-2
 #: Of a step in pieces the schedule knows the first and the last piece.
 IN_PIECES = 1e-4
-#: A head of more q blocks is priced by a sample of them: the accuracy that the O(1) reading is held to.
-SAMPLED = 1e-3
 #: Slots that the schedule runs one by one: nearly all pipelines have settled, so that the laws are those of the exact
 #: schedule; how far the O(1) reading of the price is from it is a law of its own.
 SETTLED = 132
@@ -389,9 +387,7 @@ def test_overlap_never_lengthens_a_call(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
     options = plan.options(overlap=False, waits=False, transient=SETTLED)
     serial = np.asarray(_priced(draws.t, draws.p, draws.tile, draws.d, options).seconds)
-    q_blocks = np.array([counts(draws, i)[0] for i in range(MANY)])
-    tolerance = np.where(q_blocks - 1 > tiling.SAMPLES, SAMPLED, ROUNDING)
-    holds(draws, found.seconds <= serial * (1 + tolerance), found.seconds, serial)
+    holds(draws, found.seconds <= serial * (1 + rounding(draws)), found.seconds, serial)
 
 
 @law

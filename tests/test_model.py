@@ -110,13 +110,15 @@ def by_hand(shape, tile):
 
 def test_steps_and_rows_match_a_count_by_hand():
     rng, jitted = np.random.default_rng(2), jax.jit(tiling.cut)
+    at_most, steps_before = jax.jit(tiling.at_most), jax.jit(tiling.steps_before)
     for i in range(300):
         window = tuple(int(2 ** rng.uniform(0, 12)) if rng.integers(3) else None for _ in range(2)) if i % 2 else None
         shape = random_shape(rng, causal=bool(i % 4), window=window)
         tile = TileConfig(*map(int, rng.integers(1, 300, 2)))
         counted = by_hand(shape, tile)
         steps = [steps for steps, _ in counted]
-        b = jitted(*arguments(shape, tile, device("article"))[:2])
+        p, tile_ = arguments(shape, tile, device("article"))[:2]
+        b = jitted(p, tile_)
         assert float(b.q_blocks) == len(counted)
         assert float(b.steps) == sum(steps), (shape, tile)
         assert float(b.last_steps) == steps[-1] and float(b.started) == sum(s > 0 for s in steps)
@@ -124,11 +126,13 @@ def test_steps_and_rows_match_a_count_by_hand():
         assert float(tiling.kv_rows(b)) == sum(rows for _, rows in counted)
         heads = shape.batch * shape.q_heads
         assert tasks_and_steps(shape, tile) == (heads * len(steps), heads * sum(steps))
-        weights = np.asarray(tiling.sample_weights(b, 0.0, b.q_blocks))
-        some = [s for s in steps[:-1] if s]
-        assert weights.sum() == pytest.approx(len(some), rel=1e-6)
-        if len(some) <= tiling.SAMPLES:
-            assert (np.repeat(np.asarray(b.sample_steps), weights.astype(int)) == some).all()
+        full = np.array(steps[:-1])
+        for first, last in ((0, len(full)), sorted(rng.integers(0, len(full) + 1, 2))):
+            for limit in rng.integers(0, max(steps) + 2, 3):
+                got = float(at_most(p, b, float(limit), float(first), float(last)))
+                whole = (first, last) == (0, len(full))  # elsewhere: those in the middle are taken to be mixed evenly
+                assert abs(got - (full[first:last] <= limit).sum()) <= (1e-3 if whole else 2), (shape, tile, limit)
+            assert float(steps_before(p, b, float(last))) == full[:last].sum()
 
 
 def test_pairs_and_bytes_of_a_shape_match_a_count_by_hand():

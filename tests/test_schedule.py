@@ -72,7 +72,8 @@ def reading(table, transient, waits=True):
     @jax.jit
     def run(full, tail, steps, buffers, lookahead, sync):
         k = knobs(table, buffers, lookahead, sync)
-        return task(table, full, tail, steps, k, transient, waits), lengths(table, full, k, transient, waits)
+        every, same = lengths(table, full, tail, steps, k, transient, waits)
+        return task(table, full, tail, steps, k, transient, waits), same, every
 
     def call(full, tail, steps, *rest):
         return run(*jax.tree.map(jnp.asarray, (Step(full), Step(tail), float(steps), *rest)))
@@ -87,12 +88,13 @@ def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
     for i in range(60):
         full, tail, buffers, lookahead, sync = draw(rng, table)
         steps = int(rng.integers(1, 9) if i % 2 else rng.integers(1, 400))
-        got, _ = run(full, tail, steps, buffers, lookahead, sync)
+        got, same, _ = run(full, tail, steps, buffers, lookahead, sync)
         want = simulate(table, full, tail, steps, buffers, lookahead, sync)
         assert float(got.makespan) == pytest.approx(want.makespan, rel=1e-3), (steps, buffers, lookahead)
+        assert float(same.makespan) == pytest.approx(float(got.makespan), rel=1e-6)
         if len(kinds) < 3:
             continue  # one more compilation
-        got, _ = settled(full, tail, steps, buffers, lookahead, sync)
+        got, _, _ = settled(full, tail, steps, buffers, lookahead, sync)
         for name, wait in want.wait.items():
             assert float(got.wait[name]) == pytest.approx(wait, rel=1e-3, abs=1e-3 * want.makespan), (name, steps)
 
@@ -103,12 +105,12 @@ def test_every_shorter_task_matches_the_event_simulator(arch):
     run = reading(table, TRANSIENT)
     for _ in range(12):
         full, tail, buffers, lookahead, sync = draw(rng, table)
-        _, every = run(full, tail, 50, buffers, lookahead, sync)
+        *_, every = run(full, tail, 50, buffers, lookahead, sync)
         for steps in (1, 2, 3, 4, 5, 9, TRANSIENT):
             want = simulate(table, full, full, steps, buffers, lookahead, sync)
-            assert float(every.makespan[steps]) == pytest.approx(want.makespan, rel=1e-5)
+            assert float(every.times.makespan[steps]) == pytest.approx(want.makespan, rel=1e-5)
             for name, wait in want.wait.items():
-                assert float(every.wait[name][steps]) == pytest.approx(wait, rel=1e-5, abs=1e-5 * want.makespan)
+                assert float(every.times.wait[name][steps]) == pytest.approx(wait, rel=1e-5, abs=1e-5 * want.makespan)
 
 
 def corners_of(rng, table):
@@ -197,7 +199,7 @@ def test_what_a_border_saves_is_what_a_long_stream_takes_less(arch, kinds, table
 def test_serial_table_is_the_sum_of_all_durations(arch):
     table, rng = kernels(arch)[("qk", "softmax", "pv")].serial(), np.random.default_rng(7)
     full, tail, _, _, _ = draw(rng, table)
-    got, _ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
+    got, *_ = reading(table, TRANSIENT)(full, tail, 11, 2, 0, 0.0)
     once = sum(d for n, d in full.items() if table.stage(n).when != "step")
     steps = sum(10 * full[n] + tail[n] for n in full if table.stage(n).when == "step")
     assert float(got.makespan) == pytest.approx(once + steps, rel=1e-5)

@@ -25,7 +25,7 @@ from ..workload import Shape
 from . import round_robin, tiling
 from .durations import TimeConstants, Work, measure, miss_share, once, work
 from .graph import Kernel, compile_graph, masked
-from .pipeline import TRANSIENT, Knobs, Step, TaskTimes, at_steps, border, knobs, lengths, plus, task
+from .pipeline import PERIOD, TRANSIENT, Knobs, Lengths, Step, TaskTimes, at_steps, border, knobs, lengths, plus, task
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import AnyProblem, AnyTile, Blocks, Problem, Traffic
 
@@ -37,7 +37,8 @@ GRADIENT_OPTIONS = {"xla_disable_hlo_passes": "fusion"}
 class Options(NamedTuple):
     """What is fixed at compile time. overlap False: nothing runs beside anything else; waits False: the waits are not
     computed (zeros); transient: see `pipeline.task`; in_pieces: whether K and V come in pieces (some tile.kv_pieces is
-    not 1)."""
+    not 1); whole_lookahead: every lookahead is a whole number, whatever the temperature, and nobody asks for a gradient
+    with respect to it: half of the work above temperature 0."""
 
     dtype: str
     masked: bool
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     waits: bool = True
     transient: int = TRANSIENT
     in_pieces: bool = False
+    whole_lookahead: bool = False
 
     @classmethod
     def of(cls, shape: Shape, tile: AnyTile, **more) -> Options:
@@ -148,7 +150,7 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     table, b, x, feet = cut.table, cut.blocks, cut.traffic, cut.feet
     core, corners = _core_and_corners(cut, p, tile, t.sync, o, temperature)
     combined, combined_hbm = once(t, p, d, x, b.parts, temperature)
-    runs, runs_of_core = _runs(table, _counts(b)), _runs(table, core.counts)
+    runs, runs_of_core = _runs(table, _counts(p, b, temperature)), _runs(table, core.counts)
     busy = {name: (runs_of_core[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
     moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
@@ -181,21 +183,26 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
 _STEP = "step"
 
 
-def _counts(b: Blocks) -> dict:
+def _counts(p: Problem, b: Blocks, temperature) -> dict:
     """How often steps, starts and ends of tasks run in one head, each 4 numbers: for the corners of `Parts`."""
     one, none = jnp.ones_like(b.steps), jnp.zeros_like(b.steps)
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
     inner = jnp.maximum(b.steps - b.last_steps - at_end, 0.0)
 
-    def more(steps, weight):  # parts beyond the first that have a step
-        return weight * (jnp.minimum(b.parts, steps) - gate(steps))
+    def with_more(number):  # q blocks with more steps than 1 .. parts - 1, at one of _PARTS places in there
+        steps = 1 + (b.parts - 1) * (number + 0.5) / _PARTS
+        return b.q_blocks - 1 - tiling.at_most(p, b, steps, none, b.q_blocks - 1, temperature)
 
-    started = b.started - 1 + jax.vmap(more)(b.sample_steps, tiling.sample_weights(b, 0.0, b.q_blocks)).sum(0)
+    more = (b.parts - 1) * jax.vmap(with_more)(jnp.arange(float(_PARTS))).mean(0)  # parts but the first with a step
     return {
         "step": (inner, at_end, jnp.maximum(b.last_steps - 1, 0.0), one),
-        "task_start": (started, none, jnp.minimum(b.parts, b.last_steps), none),
+        "task_start": (b.started - 1 + more, none, jnp.minimum(b.parts, b.last_steps), none),
         "task_end": ((b.q_blocks - 1) * b.parts, none, b.parts, none),
     }
+
+
+#: Parts of split keys that are looked at one by one.
+_PARTS = 8
 
 
 def _runs(table: StageTable, counts: dict) -> dict:
@@ -235,7 +242,7 @@ class _Tasks(NamedTuple):
     """The tasks of a kernel. every: of 0, 1, .. full steps and full rows; whole: of `whole_steps` steps and full rows,
     ending with the ragged columns; ragged: of `ragged_steps` steps and ragged rows, ending so too."""
 
-    every: TaskTimes
+    every: Lengths
     whole: TaskTimes
     whole_steps: Any
     ragged: TaskTimes
@@ -269,7 +276,7 @@ def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, te
         return core._replace(tasks=core.tasks._replace(makespan=makespan), wait=wait)
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
-    if isinstance(temperature, (int, float)) and temperature == 0:
+    if o.whole_lookahead or (isinstance(temperature, (int, float)) and temperature == 0):
         return at(lookahead)
     low = jax.lax.stop_gradient(jnp.floor(lookahead))
     cores = jax.vmap(at)(jnp.stack([low, low + 1]))
@@ -278,16 +285,12 @@ def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, te
 
 def _tasks(cut: Parts, k: Knobs, o: Options, temperature) -> _Tasks:
     b = cut.blocks
-    steps = [jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)]
-
-    def run(full, tail, steps) -> TaskTimes:
-        return task(cut.table, full, tail, steps, k, o.transient, o.waits)
-
-    every = lengths(cut.table, cut.step(0), k, o.transient, o.waits)
-    full, tail = (cut.step(slice(i, None, 2)) for i in (0, 1))
-    both = jax.vmap(run)(full, tail, jnp.stack(jnp.broadcast_arrays(*steps)))
-    whole, ragged = (jax.tree.map(itemgetter(i), both) for i in (0, 1))
-    return _Tasks(every, whole, steps[0], ragged, steps[1])
+    whole_steps, ragged_steps = (
+        jnp.maximum(ceil_div(n, b.parts, temperature), 1.0) for n in (b.end_steps, b.last_steps)
+    )
+    every, whole = lengths(cut.table, cut.step(0), cut.step(1), whole_steps, k, o.transient, o.waits)
+    ragged = task(cut.table, cut.step(2), cut.step(3), ragged_steps, k, o.transient, o.waits)
+    return _Tasks(every, whole, whole_steps, ragged, ragged_steps)
 
 
 def _in_a_stream(cut: Parts, tasks: _Tasks, k: Knobs, o: Options) -> tuple[_Tasks, Any]:
@@ -309,7 +312,8 @@ def _in_a_stream(cut: Parts, tasks: _Tasks, k: Knobs, o: Options) -> tuple[_Task
         task = _saving(task, usual, jnp.minimum(number, 1.0))
         return task._replace(makespan=jnp.maximum(task.makespan, jnp.minimum(number, mean) * least))
 
-    every = jax.vmap(of_steps)(tasks.every, jnp.arange(float(len(tasks.every.makespan))))
+    times = jax.vmap(of_steps)(tasks.every.times, jnp.arange(float(len(tasks.every.times.makespan))))
+    every = tasks.every._replace(times=times)
     stream = tasks._replace(every=every, whole=_saving(tasks.whole, at_end), ragged=_saving(tasks.ragged, at_last))
     drained = jnp.where(b.q_blocks > 1, usual.makespan, at_last.makespan)
     return stream, jnp.where(b.reach_end > 1, at_end.makespan, drained)
@@ -333,32 +337,29 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
     heads = floor_div(x.waves, per_head, temperature)
     left = jnp.maximum(x.waves - heads * per_head, 0.0)
 
-    def of(steps) -> TaskTimes:  # all tasks of one q block of full rows that sees `steps` kv blocks
-        return jax.tree.map(lambda x: b.parts * x, at_steps(every, steps / b.parts))
+    def over(first, last, steps) -> TaskTimes:  # q blocks first .. last - 1, without the last one of the head
+        return _of_q_blocks(p, b, every, first, last, steps, temperature)
 
-    def over(first, last) -> TaskTimes:  # q blocks first .. last - 1, without the last one of the head
-        weights = tiling.sample_weights(b, first, last)
-        some = jax.tree.map(lambda x: (weights * x).sum(0), sampled)
-        return plus(some, empty, b.parts * jnp.maximum(jnp.minimum(last, b.empty) - first, 0.0))
+    def steps_before(block):
+        return tiling.steps_before(p, b, block, temperature)
 
-    empty, sampled = jax.tree.map(itemgetter(0), every), jax.vmap(of)(b.sample_steps)
+    empty = jax.tree.map(itemgetter(0), every.times)
     working = jnp.minimum(b.parts, b.last_steps)
     each = (b.last_steps - tasks.ragged_steps) / jnp.maximum(working - 1, 1.0)  # of the parts without ragged columns
     others = at_steps(every, each)
     last = plus(plus(ragged, others, working - 1), empty, b.parts - working)
-    seen = (tiling.sample_weights(b, 0.0, b.q_blocks) * b.sample_steps).sum(0)
-    mean = jax.lax.stop_gradient(jnp.floor(seen / jnp.maximum(b.started - 1, 1.0) / b.parts))
-    growth = plus(at_steps(every, mean + 1), at_steps(every, mean), -1.0)  # of a task by one step
-    before = plus(over(0.0, b.q_blocks - 1), growth, b.steps - b.last_steps - seen)
+    full, full_steps = b.q_blocks - 1, b.steps - b.last_steps
+    before = over(0.0 * full, full, full_steps)
     before = plus(before, end, b.reach_end - 1)
     total = plus(before, last)
     mean_task = plus(_none(total), total, 1 / (b.q_blocks * b.parts))
     if core_order == "contiguous":
         blocks = jnp.minimum(left / b.parts, b.q_blocks)
         reaching = jnp.maximum(jnp.minimum(b.reach_end, blocks) - 1, 0.0)
-        inner = plus(over(b.q_blocks - blocks, b.q_blocks - 1), end, reaching)
+        begin, until = b.q_blocks - jnp.maximum(blocks, 1.0), jnp.minimum(blocks, full)
+        inner = plus(over(begin, full, full_steps - steps_before(begin)), end, reaching)
         at_the_end = plus(inner, last, jnp.minimum(blocks, 1.0))
-        at_the_start = over(0.0, jnp.minimum(blocks, b.q_blocks - 1))
+        at_the_start = over(0.0 * until, until, steps_before(until))
         rest = _longer(_longer(at_the_end, at_the_start), plus(_none(total), mean_task, left))
     elif core_order == "round_robin":
         rest = plus(_none(total), mean_task, left)
@@ -367,7 +368,8 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
         rest = plus(_none(total), _longer(usual, mean_task), left)
     mean_share = x.waves / per_head
     wait = {name: mean_share * wait for name, wait in total.wait.items()}
-    counts, share = _counts(b), jax.tree.map(lambda n: mean_share * n, _counts(b))
+    counts = _counts(p, b, temperature)
+    share = jax.tree.map(lambda n: mean_share * n, counts)
     core = _Core(0.0 * x.waves, plus(rest, total, heads), tasks.heaviest(b), wait, share)
     if core_order != "round_robin":
         return core
@@ -377,6 +379,43 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
     if isinstance(temperature, (int, float)) and temperature == 0:
         return dealt
     return jax.tree.map(lambda one, other: jnp.where(temperature <= 0, one, other), dealt, core)
+
+
+def _of_q_blocks(p: Problem, b: Blocks, every: Lengths, first, last, steps, temperature) -> TaskTimes:
+    """All tasks of q blocks first .. last - 1 of full rows, before the last one of the head; they have `steps` steps.
+
+    The time of a task is a line in its steps and what is off it: beyond the transient, nothing in the mean of a period.
+    So all that matters is the sum of the steps, and how many q blocks have each of the few first numbers of them. Those
+    with the most, and with one less, are nearly all where nothing is masked: these are looked up.
+    """
+    top = len(every.times.makespan) - 1
+    number = jnp.maximum(last - first, 0.0)
+    most, next_ = b.most_steps, jnp.maximum(b.most_steps - 1, 0.0)
+
+    def fewer(limit):
+        return tiling.at_most(p, b, jnp.maximum(limit, 0.0), first, last, temperature)
+
+    others = fewer(most - 1.5) * gate(most - 1)
+    many, some = number - fewer(most - 0.5), jnp.maximum(fewer(most - 0.5) - others, 0.0)
+    least = jnp.maximum(most - 2, 0.0) / b.parts
+    shift = least - jnp.floor(jax.lax.stop_gradient(least))  # the steps of a task are such numbers more than whole ones
+    limits = jnp.arange(top + 1.0) + 0.5
+    below = jax.vmap(lambda limit: jnp.minimum(fewer((limit + shift) * b.parts), others))(limits)
+    each = jnp.diff(below, axis=0, prepend=0.0)
+    rest = (steps - many * most - some * next_) / b.parts
+
+    def add_up(x, period):
+        slope = period / PERIOD
+        line = x[-PERIOD:].mean(0) - slope * (top - (PERIOD - 1) / 2)
+        off = x - line[None] - slope[None] * jnp.arange(top + 1.0).reshape(-1, *[1] * slope.ndim)
+        after = jnp.concatenate([off[1:], off[-PERIOD][None]])
+        return others * line + rest * slope + (each * (off + shift[None] * (after - off))).sum(0)
+
+    def total(x, period, one, other):
+        return b.parts * (add_up(x, period) + many * one + some * other)
+
+    looked_up = (at_steps(every, steps / b.parts) for steps in (most, next_))
+    return jax.tree.map(total, *every, *looked_up)
 
 
 def _mean(x, y, share):

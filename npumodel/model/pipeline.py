@@ -34,7 +34,7 @@ from .stages import Stage, StageTable
 PERIOD = 12
 #: Slots that `lengths` and `task` run one by one. Pipelines have settled after 24; the last PERIOD of them measure the
 #: period.
-TRANSIENT = 24 + PERIOD
+TRANSIENT = 12 + PERIOD
 
 
 class Step(NamedTuple):
@@ -310,7 +310,7 @@ class Wiring:
 
 def _later(one, other):
     """The maximum. Its gradient goes to one of the two: a fraction of the code of jnp.maximum's, which splits ties."""
-    return jnp.where(one >= other, one, other)
+    return jnp.where(other > one, other, one)
 
 
 def _if(on, new, old):
@@ -334,23 +334,42 @@ def _added(one: dict, other: dict) -> dict:
     return one | {name: one[name] + value if name in one else value for name, value in other.items()}
 
 
-def lengths(table: StageTable, full: Step, k: Knobs, transient: int, waits: bool) -> TaskTimes:
-    """Times of tasks of 0, 1, .. `transient` full steps: [transient + 1, ...]. Without `waits` there are none."""
+class Lengths(NamedTuple):
+    """Tasks of full steps. times [transient + 1, ...]: of 0, 1, .. `transient` steps; period: what PERIOD more steps
+    take, beyond those."""
+
+    times: TaskTimes
+    period: TaskTimes
+
+
+def lengths(
+    table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: int, waits: bool
+) -> tuple[Lengths, TaskTimes]:
+    """(tasks of any number of full steps, times of `task`), out of one run.
+
+    Tasks beyond the transient grow as they do up to `steps` steps, if that is beyond it, else as over the last period:
+    what ends a task late may not be what is slow in the long run.
+    """
     wiring = Wiring(table, waits)
 
-    def body(state, step):
-        state, waited = wiring.slot(state, step, full, k)
-        return state, (wiring.drain(state, step, full, None, k), waited)
+    def drained(state, step):
+        return wiring.drain(state, step, full, None, k)
 
-    begin = wiring.begin(full)
-    _, (times, waited) = jax.lax.scan(body, begin, jnp.arange(float(transient)))
+    found, waited, times = _transient(wiring, full, steps, k, transient, drained)
     before = jax.tree.map(lambda x: jnp.cumsum(x, 0), waited)
     times = times._replace(wait=_added(before, times.wait))
     serial = jax.vmap(lambda steps: wiring.serial(steps, full, full, k))(jnp.arange(transient + 1.0))
     empty = wiring.finish(wiring.begin(full, 0.0), full, k, {})
     empty = empty._replace(wait={name: empty.wait.get(name, 0.0 * empty.makespan) for name in times.wait})
-    every = jax.tree.map(lambda none, some: jnp.concatenate([none[None], some]), empty, times)
-    return every._replace(serial=serial)
+    times = jax.tree.map(lambda none, some: jnp.concatenate([none[None], some]), empty, times)
+    every = Lengths(times._replace(serial=serial), jax.tree.map(lambda x: x[-1] - x[-1 - PERIOD], times))
+    every = every._replace(period=every.period._replace(serial=serial[-1] - serial[-1 - PERIOD]))
+    periods, _ = _periods(steps, transient)
+    far = _last_step(wiring, found, waited, full, full, steps, k)
+    near = at_steps(every._replace(period=jax.tree.map(jnp.zeros_like, every.period)), steps)
+    many = jnp.maximum(periods, 1.0)
+    period = jax.tree.map(lambda x, f, n: jnp.where(periods > 0, (f - n) / many, x), every.period, far, near)
+    return every._replace(period=period), _last_step(wiring, found, waited, full, tail, steps, k)
 
 
 def task(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: int, waits: bool) -> TaskTimes:
@@ -360,34 +379,58 @@ def task(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient: 
     of its times moved by as many periods as its own last one (pipes that do not hold each other up drift apart).
     """
     wiring = Wiring(table, waits)
-    periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0))
-    place = steps - periods * PERIOD - 1
+    found, waited, _ = _transient(wiring, full, steps, k, transient)
+    return _last_step(wiring, found, waited, full, tail, steps, k)
 
-    def body(carry, step):
-        state, found = carry
-        share = tent(place - step)
+
+def _periods(steps, transient: int) -> tuple[Any, Any]:
+    """(whole periods beyond the transient, the step that is the last one without them) of a task."""
+    periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - transient) / PERIOD), 0.0))
+    return periods, steps - periods * PERIOD - 1
+
+
+def _transient(wiring: Wiring, full: Step, steps, k: Knobs, transient: int, drained=lambda state, step: None):
+    """Run `transient` slots.
+
+    Returns (state before the last step of a task of `steps` steps, seconds waited in each slot [transient], drained
+    (state, step) after each).
+    """
+    periods, place = _periods(steps, transient)
+    numbers = jnp.arange(float(transient))
+    shares = tent(place[None] - numbers.reshape(-1, *[1] * jnp.ndim(place)))
+
+    def body(carry, now):
+        (state, found), (step, share) = carry, now
         found = jax.tree.map(lambda total, x: total + share * x, found, state)
         state, waited = wiring.slot(state, step, full, k)
-        return (state, found), waited
+        return (state, found), (waited, drained(state, step))
 
-    def period(carry, steps_done):
-        carry, waited = jax.lax.scan(body, carry, steps_done)
-        return carry, (carry[0], waited)
+    def period(carry, now):
+        carry, done = jax.lax.scan(body, carry, now)
+        return carry, (carry[0], done)
 
     begin = wiring.begin(full)
     nothing = jax.tree.map(lambda x: 0.0 * (x + steps), begin)
-    numbers = jnp.arange(float(transient))
-    (_, found), (ends, waited) = jax.lax.scan(period, (begin, nothing), numbers.reshape(-1, PERIOD))
+    by_period = jax.tree.map(lambda x: x.reshape(-1, PERIOD, *x.shape[1:]), (numbers, shares))
+    (_, found), (ends, done) = jax.lax.scan(period, (begin, nothing), by_period)
     found = jax.tree.map(lambda x, end: x + periods * (end[-1] - end[-2]), found, ends)
+    return found, *jax.tree.map(lambda x: x.reshape(transient, *x.shape[2:]), done)
+
+
+def _last_step(wiring: Wiring, found: State, waited: dict, full: Step, tail: Step, steps, k: Knobs) -> TaskTimes:
+    """Times of a task, from what `_transient` found."""
     step = jnp.maximum(jnp.ceil(jax.lax.stop_gradient(steps)), 1.0) - 1
     state, more = wiring.slot(found, step, full, k, tail)
     times = wiring.drain(state, step, full, tail, k)
-    column = numbers.reshape(-1, *[1] * jnp.ndim(place))
-    before = jnp.clip(place[None] - column, 0.0, 1.0)
-    waited = {n: x.reshape(transient, *x.shape[2:]) for n, x in waited.items()}
-    waited = {n: (before * x).sum(0) + periods * x[-PERIOD:].sum(0) for n, x in waited.items()}
     serial = wiring.serial(steps, full, tail, k)
-    return TaskTimes(times.makespan, serial, _added(_added(waited, more), times.wait))
+
+    def before(x):
+        periods, place = _periods(steps, len(x))
+        column = jnp.arange(float(len(x))).reshape(-1, *[1] * jnp.ndim(place))
+        return (jnp.clip(place[None] - column, 0.0, 1.0) * x).sum(0) + periods * x[-PERIOD:].sum(0)
+
+    wait = _added(_added({name: before(x) for name, x in waited.items()}, more), times.wait)
+    return TaskTimes(times.makespan, serial, wait)
 
 
 class _Stream(NamedTuple):
@@ -460,20 +503,20 @@ def border(table: StageTable, full: Step, tail: Step, steps, k: Knobs, transient
     return TaskTimes(saved, none, wait)
 
 
-def at_steps(every: TaskTimes, steps) -> TaskTimes:
-    """The entry for `steps` steps (a real, >= 0) of what `lengths` returns; beyond the transient, the same phase plus
-    whole periods. Between whole steps the mean of the neighbours."""
-    last = every.makespan.shape[0] - 1
-    periods = jax.lax.stop_gradient(jnp.maximum(jnp.ceil((steps - last) / PERIOD), 0.0))
-    place = steps - periods * PERIOD
+def at_steps(every: Lengths, steps) -> TaskTimes:
+    """A task of `steps` full steps (a real, >= 0); beyond the transient, the same phase plus whole periods. Between
+    whole steps the mean of the neighbours."""
+    last = every.times.makespan.shape[0] - 1
+    periods, place = _periods(steps, last)
+    place = place + 1
     low = jnp.clip(jnp.floor(jax.lax.stop_gradient(place)), 0, last - 1)
 
-    def entry(x):
+    def entry(x, period):
         row = low.astype(int)[None]
         below, above = (jnp.take_along_axis(x, row + i, 0)[0] for i in (0, 1))
-        return below + (place - low) * (above - below) + periods * (x[-1] - x[-1 - PERIOD])
+        return below + (place - low) * (above - below) + periods * period
 
-    return jax.tree.map(entry, every)
+    return jax.tree.map(entry, *every)
 
 
 class Slots(NamedTuple):

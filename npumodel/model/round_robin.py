@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..relax import floor_sum
-from .pipeline import TaskTimes, at_steps, plus
+from .pipeline import Lengths, TaskTimes, at_steps, plus
 from .tiling import Blocks, Problem, Traffic, steps_of_block
 
 #: Tasks of a round, and tasks beyond whole rounds, that are looked at one by one. More are taken to be mean tasks of
@@ -39,7 +39,7 @@ class Kinds(NamedTuple):
     """The tasks that there are. every: of 0, 1, .. full steps and full rows; end: what the ragged columns of the last
     kv block change; ragged: the task of ragged rows that ends with them; mean: the mean task of a head."""
 
-    every: TaskTimes
+    every: Lengths
     end: TaskTimes
     ragged: TaskTimes
     mean: TaskTimes
@@ -137,11 +137,15 @@ def _slope(p: Problem, b: Blocks, per_head) -> Slope:
 
 def _longest(p: Problem, b: Blocks, deal: Deal, kinds: Kinds, slope: Slope):
     """The core whose tasks take longest together; of equals the first."""
-    only = [TaskTimes(times.makespan, 0.0 * times.makespan, {}) for times in kinds]
+
+    def only(times: TaskTimes) -> TaskTimes:
+        return TaskTimes(times.makespan, 0.0 * times.makespan, {})
+
+    kinds = Kinds(Lengths(*map(only, kinds.every)), *map(only, kinds[1:]))
 
     def look(carry):
         core, longest, which = carry
-        seconds = _add_up(p, b, Kinds(*only), {}, slope, _share(deal, core))[0].makespan
+        seconds = _add_up(p, b, kinds, {}, slope, _share(deal, core))[0].makespan
         better = (seconds > longest) & (core < deal.cores)
         return core + 1, jnp.where(better, seconds, longest), jnp.where(better, core, which)
 

@@ -129,10 +129,6 @@ def lowered(p: AnyProblem, tile: AnyTile, d: DeviceSpec, temperature=0.0) -> tup
     raise ValueError(f"tile: expected the kind that goes with a {type(p).__name__}, got a {type(tile).__name__}")
 
 
-#: Tasks of a head that the schedule looks at one by one; of more, the middles of this many equal ranges.
-SAMPLES = 32
-
-
 class Blocks(NamedTuple):
     """How one head (of `heads_packed` query heads) is cut. A unit of work is one q block; a step is one kv block of it.
 
@@ -148,7 +144,8 @@ class Blocks(NamedTuple):
     end_steps       steps of the middle one of the q blocks before the last that reach the last kv block
     reach_end       q blocks that reach the last kv block
     started         q blocks with at least one step; `empty`: those before them
-    sample_steps    [SAMPLES] steps of q blocks spread over the started ones before the last
+    from_start      q blocks before the last that begin with the first kv block
+    moving_steps    mean steps of those before the last that neither begin there nor reach the end
     """
 
     q_blocks: Any
@@ -165,11 +162,17 @@ class Blocks(NamedTuple):
     end_steps: Any
     reach_end: Any
     started: Any
-    sample_steps: Any
+    from_start: Any
+    moving_steps: Any
 
     @property
     def empty(self):
         return self.q_blocks - self.started
+
+    @property
+    def before_end(self):
+        """q blocks that do not reach the last kv block."""
+        return self.q_blocks - self.reach_end
 
 
 def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
@@ -177,20 +180,23 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     rows, cols = jnp.minimum(tile.block_q, p.q_len), jnp.minimum(tile.block_kv, p.kv_len)
     q_blocks, kv_blocks = ceil_div(p.q_len, rows, temperature), ceil_div(p.kv_len, cols, temperature)
     full = q_blocks - 1
-    after_last = rows - 1 + p.high + cols  # q block i ends with kv block (i rows + this) // cols, counted from 1
-    both = jnp.stack(jnp.broadcast_arrays(after_last, p.low + jnp.zeros_like(after_last)))
-    run = jax.vmap(lambda start: _clipped_floor_sum(full, rows, start, cols, kv_blocks, temperature))
-    (ends, starts), (before_end, _), (empty, _) = run(both)
+    ends, starts = _range_of_block(p, rows, cols)
+
+    def before(keys, start):  # q blocks whose range is, at `start`, not yet at so many keys
+        return jnp.clip(ceil_div(keys - start, rows, temperature), 0.0, full)
+
+    from_start, before_end, empty = before(cols, starts), before(kv_blocks * cols, ends), before(cols, ends)
+    moving = jnp.maximum(before_end - from_start, 0.0)
+    first, count = (from_start, from_start, empty, from_start), (moving, moving, before_end - empty, full - from_start)
+    first, count, start = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (first, count, (ends, starts, ends, starts)))
+    sums = floor_sum(count, rows[None], jnp.maximum(start + first * rows[None], 0.0), cols[None], temperature)
+    moving_steps = (sums[0] - sums[1]) / jnp.maximum(moving, 1.0)
 
     def steps_of(block):
-        return steps_of_block(p, rows, cols, kv_blocks, block, temperature)
+        return steps_of_block(p, rows, cols, kv_blocks, jnp.clip(block, 0.0, jnp.maximum(full - 1, 0.0)), temperature)
 
-    def sample(number):
-        return steps_of(empty + jax.lax.stop_gradient(jnp.floor((number + 0.5) * _stride(full - empty))))
-
-    numbers = jnp.arange(float(SAMPLES))
-    samples = jax.vmap(sample)(numbers)
-    there = jax.vmap(lambda number, steps: jnp.where(number < full - empty, steps, 0.0))(numbers, samples)
+    most_moving = jnp.where(temperature <= 0, jnp.ceil(jax.lax.stop_gradient(moving_steps)), moving_steps)
+    most = jnp.maximum(steps_of(from_start - 1), steps_of(jnp.maximum(from_start, before_end)))
     last_steps = jnp.maximum(kv_blocks - _first_of_block(p, rows, cols, kv_blocks, full, temperature), 1.0)
     return Blocks(
         q_blocks,
@@ -201,13 +207,14 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         tail_rows=jnp.clip(p.q_len - full * rows, 0.0, rows),
         tail_cols=jnp.clip(p.kv_len - (kv_blocks - 1) * cols, 0.0, cols),
         parts=tile.split_kv,
-        steps=ends - starts + last_steps,
+        steps=sums[2] + (full - before_end) * kv_blocks - sums[3] + last_steps,
         last_steps=last_steps,
-        most_steps=jnp.maximum(there.max(0), steps_of(jnp.maximum(full - 1, 0.0))),
+        most_steps=jnp.maximum(most, most_moving),
         end_steps=jnp.maximum(steps_of(jax.lax.stop_gradient(jnp.floor((before_end + full - 1) / 2))), 1.0),
         reach_end=full - before_end + 1,
         started=q_blocks - empty,
-        sample_steps=samples,
+        from_start=from_start,
+        moving_steps=moving_steps,
     )
 
 
@@ -216,9 +223,17 @@ def _whole(x, temperature):
     return x + jnp.where(temperature <= 0, jax.lax.stop_gradient(jnp.ceil(x) - x), 0.0)
 
 
+def _range_of_block(p: Problem, rows, cols) -> tuple[Any, Any]:
+    """Of q block 0: the key after the last one of its kv blocks is in the block that ends here, and its first key here;
+    q block i lies i rows behind. Both before they are clipped to the keys that there are."""
+    zero = jnp.zeros_like(rows)
+    return rows - 1 + p.high + cols, p.low + zero
+
+
 def steps_of_block(p: Problem, rows, cols, kv_blocks, block, temperature=0.0):
     """Steps of the q block of this number, from 0, if it is a full one."""
-    end = jnp.clip(floor_div(block * rows + (rows - 1 + p.high + cols), cols, temperature), 0.0, kv_blocks)
+    ends, _ = _range_of_block(p, rows, cols)
+    end = jnp.clip(floor_div(block * rows + ends, cols, temperature), 0.0, kv_blocks)
     return jnp.maximum(end - _first_of_block(p, rows, cols, kv_blocks, block, temperature), 0.0)
 
 
@@ -227,31 +242,44 @@ def _first_of_block(p: Problem, rows, cols, kv_blocks, block, temperature):
     return jnp.clip(floor_div(block * rows + p.low, cols, temperature), 0.0, kv_blocks)
 
 
-def _stride(count):
-    """q blocks that each sample stands for, at least 1."""
-    return jnp.maximum(count / SAMPLES, 1.0)
+def at_most(p: Problem, b: Blocks, steps, first, last, temperature=0.0):
+    """How many of the q blocks first .. last - 1, all before the last one of the head, have at most so many steps (a
+    real, >= 0).
+
+    Those that begin with the first kv block have ever more steps, those that reach the last one ever fewer; in between
+    there are only two numbers of steps, next to each other.
+    """
+    ends, starts = _range_of_block(p, b.rows, b.cols)
+    whole = jnp.where(temperature <= 0, jnp.floor(jax.lax.stop_gradient(steps)) + 1, steps + 0.5)  # steps + 1 kv blocks
+
+    def bound(kv_blocks, start):  # the first q block whose range is, at `start`, at so many kv blocks
+        place = (kv_blocks * b.cols - start) / b.rows
+        return jnp.where(temperature <= 0, ceil_div(kv_blocks * b.cols - start, b.rows), place + 0.5)
+
+    def within(low, high, begin, end):  # q blocks low .. high - 1 that are also begin .. end - 1, and first .. last - 1
+        low, high = (jnp.clip(x, first, jnp.maximum(first, last)) for x in (low, high))
+        return jnp.maximum(jnp.minimum(high, end) - jnp.maximum(low, begin), 0.0)
+
+    none, all_ = 0.0 * b.from_start, b.q_blocks - 1
+    growing = jnp.where(steps < b.kv_blocks, bound(whole, ends), all_)
+    shrinking = bound(b.kv_blocks - whole + 1, starts)
+    fewer = jnp.clip(whole - b.moving_steps, 0.0, 1.0)
+    count = within(none, b.from_start, none, growing)
+    count = count + fewer * within(b.from_start, jnp.maximum(b.from_start, b.before_end), none, all_)
+    return count + within(jnp.maximum(b.from_start, b.before_end), all_, shrinking, all_)
 
 
-def _clipped_floor_sum(count, slope, start, modulus, top, temperature):
-    """(sum over i = 0 .. count-1 of floor((slope i + start) / modulus) clipped to 0 .. top, terms below top, terms that
-    are 0 because they would be negative or less than 1)."""
-    first = jnp.clip(ceil_div(-start, slope, temperature), 0.0, count)
-    some = jnp.clip(ceil_div(modulus - start, slope, temperature), 0.0, count)
-    last = jnp.clip(ceil_div(top * modulus - start, slope, temperature), first, count)
-    inside = floor_sum(last - first, slope, jnp.maximum(start + first * slope, 0.0), modulus, temperature)
-    return inside + (count - last) * top, last, some
-
-
-def sample_weights(b: Blocks, first, last):
-    """[SAMPLES] how many of the q blocks first .. last - 1 (the empty ones and the last one of the head not among them)
-    each sample stands for."""
-    full, stride = b.q_blocks - 1, _stride(b.started - 1)
-
-    def weight(number):
-        low, high = b.empty + number * stride, b.empty + (number + 1) * stride
-        return jnp.maximum(jnp.minimum(jnp.minimum(high, last), full) - jnp.maximum(low, first), 0.0)
-
-    return jax.vmap(weight)(jnp.arange(float(SAMPLES)))
+def steps_before(p: Problem, b: Blocks, block, temperature=0.0):
+    """Steps of all q blocks 0 .. block - 1, these before the last one of the head; of a block a share, where `block` is
+    not whole."""
+    whole = jnp.floor(jax.lax.stop_gradient(block))
+    ends, starts = _range_of_block(p, b.rows, b.cols)
+    first, until = (b.empty, b.from_start), (jnp.minimum(whole, b.before_end), whole)
+    first, until, start = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (first, until, (ends, starts)))
+    at, rows, cols = jnp.maximum(start + first * b.rows[None], 0.0), b.rows[None], b.cols[None]
+    ends, starts = floor_sum(jnp.maximum(until - first, 0.0), rows, at, cols, temperature)
+    share = (block - whole) * steps_of_block(p, b.rows, b.cols, b.kv_blocks, whole, temperature)
+    return ends + jnp.maximum(whole - b.before_end, 0.0) * b.kv_blocks - starts + share
 
 
 class Traffic(NamedTuple):

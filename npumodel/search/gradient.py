@@ -1,11 +1,12 @@
-"""Gradient search of a tile: real knobs, many starts at once, annealed, then rounded and polished exactly.
+"""Gradient search of a tile: real knobs, many starts at once, annealed, then rounded, and polished exactly together
+with some points from anywhere.
 
     minimise over u = (log2 block_q, log2 block_kv, buffers, lookahead):
         log2 seconds(u; T)  +  PENALTY * sum over buffers of max(0, log2(bytes needed / bytes available))
 
 with the temperature T of the relaxed model lowered geometrically, so that Adam first sees a smooth landscape and in the
-end nearly the real one. The whole descent, starts x steps, is one compiled function per architecture and mask: device,
-problem and bounds are traced.
+end nearly the real one. Every start keeps its lookahead, a whole number: the starts share out all of them. The whole
+descent, starts x steps, is one compiled function per architecture and mask: device, problem and bounds are traced.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from npumodel.search.space import KNOBS, Chip, Space, chip, footprint
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-STARTS = 16
-STEPS = 32
+STARTS = 32
+STEPS = 12
+#: Points anywhere in the space that are priced beside the ends of the descent: it finds valleys, not all of them.
+SCATTERED = 512
 #: A cost with its gradient counts as this many evaluations.
 GRADIENT_EVALS = 3
 
 #: Temperature of the relaxed counts: first and last.
 HOT, COLD = 1.0, 0.02
-#: Adam's step in octaves (and in buffers, steps of lookahead): first, with a cosine decay over the descent.
-LEARNING_RATE = 0.35
+#: Adam's step in octaves (and in buffers): first, with a cosine decay over the descent.
+LEARNING_RATE = 0.6
 #: Octaves of time per octave of bytes too many: more than any plan can gain by growing.
 PENALTY = 4.0
 
@@ -73,20 +76,22 @@ def to_u(tiles: TileConfig) -> np.ndarray:
 
 
 def to_tile(u) -> TileConfig:
-    """Coordinates [4, ...] as tiles of reals."""
-    return TileConfig(2.0 ** u[0], 2.0 ** u[1], u[2], u[3])
+    """Coordinates [4, ...] as tiles of reals, the lookahead without a gradient."""
+    return TileConfig(2.0 ** u[0], 2.0 ** u[1], u[2], jax.lax.stop_gradient(u[3]))
 
 
 def spread(space: Space, seed: int, anchors: Sequence[TileConfig], count: int = STARTS) -> np.ndarray:
     """Starting coordinates [count, 4]: the anchors, then points spread evenly over the box (an additive recurrence,
-    shifted by the seed)."""
+    shifted by the seed), with whole lookaheads."""
     low, high = (to_u(space.at([point]))[0] for point in (0, space.size - 1))
     golden = 1.1673039782614187  # x^5 = x + 1: the generalised golden ratio in 4 dimensions
     steps = (1 / golden) ** np.arange(1, len(KNOBS) + 1)
     shift = np.random.default_rng(seed).random(len(KNOBS))
     points = (shift + np.arange(1, count + 1)[:, None] * steps) % 1
     anchored = [to_u(space.at([space.point(tile)]))[0] for tile in anchors]
-    return np.concatenate([np.reshape(anchored, (-1, len(KNOBS))), low + points * (high - low)])[:count]
+    spread_out = low + points * (high - low)
+    spread_out[:, -1] = np.floor(low[-1] + points[:, -1] * (high[-1] + 1 - low[-1]))
+    return np.concatenate([np.reshape(anchored, (-1, len(KNOBS))), spread_out])[:count]
 
 
 def descend(
@@ -155,7 +160,8 @@ def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, masked: bool, u
     """(what is minimised, added up over all starts, which do not depend on each other; relaxed seconds [starts]) at u
     [starts, 4]."""
     tile = to_tile(u.T)
-    seconds = price(c.t, p, tile, c.d, Options("", masked, waits=False), temperature).seconds
+    options = Options("", masked, waits=False, whole_lookahead=True)
+    seconds = price(c.t, p, tile, c.d, options, temperature).seconds
     over = jnp.log2(jnp.maximum(footprint(p, tile, c.d, masked), 1.0) / bounds.available[:, None])
     return (jnp.log2(seconds) + PENALTY * jnp.maximum(over, 0.0).sum(0)).sum(), seconds
 
@@ -163,13 +169,18 @@ def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, masked: bool, u
 # Back to the lattice -------------------------------------------------------------------------------------------------
 
 
+def scattered(space: Space, seed: int) -> np.ndarray:
+    """Lattice points anywhere in the space."""
+    return np.random.default_rng(seed).integers(0, space.size, SCATTERED)
+
+
 def rounded(space: Space, knobs: np.ndarray) -> np.ndarray:
-    """The lattice points around real knobs [n, 4]: below and above along every axis."""
+    """The lattice points around real knobs [n, 4]: below and above along every axis, and with every lookahead."""
     below = []
-    for i, axis in enumerate(space.axes):
+    for i, axis in enumerate(space.axes[:-1]):
         below.append(np.clip(np.searchsorted(axis, knobs[:, i] + 1e-6, side="right") - 1, 0, len(axis) - 1))
-    corners = np.stack(np.meshgrid(*[[0, 1]] * len(KNOBS), indexing="ij"), -1).reshape(-1, len(KNOBS))
-    return space.points(np.stack(below, -1)[:, None] + corners)
+    around = np.stack(np.meshgrid(*[[0, 1]] * len(below), np.arange(space.dims[-1]), indexing="ij"), -1)
+    return space.points(np.stack([*below, 0 * below[0]], -1)[:, None] + around.reshape(-1, len(KNOBS)))
 
 
 def _moves() -> np.ndarray:

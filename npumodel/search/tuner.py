@@ -325,7 +325,8 @@ def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfi
     path = gradient.descend(ledger.shape, ledger.device, ledger.space, starts, steps, segment, stop)
     ledger.complete &= len(path.seconds) == gradient.STEPS
     ledger.spend((len(path.seconds) - done) * per_step)
-    if ledger.price(gradient.rounded(ledger.space, path.end)):
+    ends = gradient.rounded(ledger.space, path.end)
+    if ledger.price(np.union1d(ends, gradient.scattered(ledger.space, seed))):
         gradient.polish(ledger.space, ledger.price, ledger.best)
     return path
 
