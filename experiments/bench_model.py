@@ -34,7 +34,7 @@ from attention_libraries import cores
 from bench_attention import _cpu, settle
 
 import npumodel as npu
-from npumodel.model.cost import GRADIENT_OPTIONS, Options, price
+from npumodel.model.cost import WITHOUT_FUSION, Options, price
 from npumodel.search import space
 
 #: One device of each architecture.
@@ -178,8 +178,9 @@ def batch(device: npu.DeviceSpec, mask: str, n: int) -> Batch:
 
 
 def seconds_of(b: Batch, temperature: Any = 0.0) -> jax.Array:
-    """What the search prices: seconds [n] of the fused kernel."""
-    options = Options("", masked=False, waits=False)
+    """What the search prices: seconds [n] of the fused kernel. Lookaheads are whole numbers, as in its descent."""
+    b = b._replace(tile=b.tile.replace(lookahead=jax.lax.stop_gradient(b.tile.lookahead)))
+    options = Options("", masked=False, waits=False, whole_lookahead=True)
     return price(b.chip.t, b.problem, b.tile, b.chip.d, options, temperature).seconds
 
 
@@ -262,7 +263,7 @@ def gradients(device: npu.DeviceSpec, function, n: int) -> list[Entry]:
     halves = [jax.tree.map(lambda x: np.broadcast_to(x, n // 2), (b.problem, b.tile)) for b in both]
     problem, tile = jax.tree.map(lambda *xs: np.concatenate(xs), *halves)
     b, what = Batch(both[0].chip, problem, tile), {by_tile: "tile", by_tile_and_device: "tile and device"}[function]
-    run, compiled = compile_(function, GRADIENT_OPTIONS, b, np.float32(0))
+    run, compiled = compile_(function, WITHOUT_FUSION, b, np.float32(0))
     for temperature in (0.0, 0.3):
         once = _call(run, b, np.float32(temperature))
         found += _alone_and_together(GRADIENTS, device, f"by {what} [{n}], T={temperature:g}", n, once, compiled)

@@ -20,7 +20,7 @@ from npumodel.hardware import DeviceSpec, device, devices
 from npumodel.hardware.spec import OPTIONAL
 from npumodel.model import estimate as estimate_module
 from npumodel.model import tiling
-from npumodel.model.cost import GRADIENT_OPTIONS, Options, Price, price
+from npumodel.model.cost import WITHOUT_FUSION, Options, Price, price
 from npumodel.model.durations import TimeConstants, time_constants
 from npumodel.model.estimate import estimate, footprints, illegal, kv_blocks, tasks_and_steps
 from npumodel.model.graph import compile_graph
@@ -289,7 +289,7 @@ def constants(d) -> TimeConstants:
     return jax.tree.map(lambda x: np.broadcast_to(x, np.shape(d.cube_hz)).astype(jnp.result_type(float)), t)
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _priced(t, p, tile, d, options) -> Price:
     return price(t, p, tile, d, options)
 
@@ -489,7 +489,7 @@ def more_of_anything_never_makes_the_optimum_worse(plan, seed):
 # Breakdown and gradient -----------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="options", compiler_options=GRADIENT_OPTIONS)
+@functools.partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _slopes(t, p, tile, d, options):
     """Gradient of each draw's seconds with respect to its own time constants."""
     return jax.grad(lambda t: price(t, p, tile, d, options).seconds.sum())(t)
@@ -510,12 +510,12 @@ def test_breakdown_is_not_negative_and_sums_to_the_total(plan, seed):
 KNOBS = ("block_q", "block_kv", "buffers", "lookahead", "heads_packed", "split_kv")
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _relaxed(t, p, tile, d, temperature, options):
     return price(t, p, tile, d, options, temperature).seconds
 
 
-@functools.partial(jax.jit, static_argnames="options", compiler_options=GRADIENT_OPTIONS)
+@functools.partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _relaxed_slopes(t, p, tile, d, temperature, options):
     return jax.grad(lambda x: price(x[0], p, x[1], d, options, temperature).seconds.sum())((t, tile))
 

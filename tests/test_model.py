@@ -13,7 +13,7 @@ import pytest
 from npumodel.hardware import device
 from npumodel.model import estimate as estimate_module
 from npumodel.model import tiling
-from npumodel.model.cost import GRADIENT_OPTIONS, Options, price
+from npumodel.model.cost import WITHOUT_FUSION, Options, price
 from npumodel.model.durations import TimeConstants, time_constants
 from npumodel.model.estimate import arguments, estimate, footprints, illegal, tasks_and_steps
 from npumodel.model.graph import graph_of
@@ -123,6 +123,7 @@ def test_steps_and_rows_match_a_count_by_hand():
         assert float(b.steps) == sum(steps), (shape, tile)
         assert float(b.last_steps) == steps[-1] and float(b.started) == sum(s > 0 for s in steps)
         assert float(b.most_steps) == max(steps[:-1], default=b.most_steps)
+        assert float(b.least_steps) == min((s for s in steps[:-1] if s), default=b.least_steps)
         assert float(tiling.kv_rows(b)) == sum(rows for _, rows in counted)
         heads = shape.batch * shape.q_heads
         assert tasks_and_steps(shape, tile) == (heads * len(steps), heads * sum(steps))
@@ -415,7 +416,7 @@ def test_gradient_is_finite_everywhere_and_matches_finite_differences(name):
             t = time_constants(dev, "float16")
             return price(t, p, tile, dev, Options("float16", False, waits=False), temperature).seconds
 
-        run, grad = jax.jit(seconds), jax.jit(jax.grad(seconds, (0, 1)), compiler_options=GRADIENT_OPTIONS)
+        run, grad = jax.jit(seconds), jax.jit(jax.grad(seconds, (0, 1)), compiler_options=WITHOUT_FUSION)
         warm = np.float64(0.2)
         for gradient in jax.tree.leaves(grad(tile, dev, warm)) + jax.tree.leaves(grad(tile, dev, np.float64(0.0))):
             assert np.isfinite(gradient)

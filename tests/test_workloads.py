@@ -16,7 +16,7 @@ import npumodel as npu
 from npumodel.hardware import device
 from npumodel.hardware.spec import OPTIONAL
 from npumodel.model import estimate as estimate_module
-from npumodel.model.cost import GRADIENT_OPTIONS, Options, parts, price
+from npumodel.model.cost import WITHOUT_FUSION, Options, parts, price
 from npumodel.model.durations import time_constants
 from npumodel.model.estimate import arguments, estimate, tasks_and_steps
 from npumodel.model.graph import compile_graph
@@ -142,7 +142,7 @@ def priced(t, p, tile, d):
     return price(t, p, tile, d, Options("float16", False))
 
 
-@functools.partial(jax.jit, compiler_options=GRADIENT_OPTIONS)
+@functools.partial(jax.jit, compiler_options=WITHOUT_FUSION)
 def slopes(t, p, tile, d):
     return jax.grad(lambda t: price(t, p, tile, d, Options("float16", False, waits=False)).seconds.sum())(t)
 

@@ -29,9 +29,10 @@ from .pipeline import PERIOD, TRANSIENT, Knobs, Lengths, Step, TaskTimes, at_ste
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import AnyProblem, AnyTile, Blocks, Problem, Traffic
 
-#: How to compile a gradient of `price`. XLA on CPU copies cheap operations into each of their consumers, and the
-#: backward pass of the schedule is nothing but those: without this it is 7 times slower, and compiles 3 times longer.
-GRADIENT_OPTIONS = {"xla_disable_hlo_passes": "fusion"}
+#: How to compile a gradient of `price`, or a price for a few plans only. XLA on CPU copies cheap operations into each
+#: of their consumers, and the backward pass of the schedule is nothing but those: without this it is 7 times slower,
+#: and compiles 3 times longer. A price of many plans is faster with fusion, but compiles twice as long.
+WITHOUT_FUSION = {"xla_disable_hlo_passes": "fusion"}
 
 
 class Options(NamedTuple):
@@ -388,31 +389,36 @@ def _of_q_blocks(p: Problem, b: Blocks, every: Lengths, first, last, steps, temp
     So all that matters is the sum of the steps, and how many q blocks have each of the few first numbers of them. Those
     with the most, and with one less, are nearly all where nothing is masked: these are looked up.
     """
-    top = len(every.times.makespan) - 1
-    number = jnp.maximum(last - first, 0.0)
+    transient = len(every.times.makespan) - 1
     most, next_ = b.most_steps, jnp.maximum(b.most_steps - 1, 0.0)
 
     def fewer(limit):
         return tiling.at_most(p, b, jnp.maximum(limit, 0.0), first, last, temperature)
 
     others = fewer(most - 1.5) * gate(most - 1)
-    many, some = number - fewer(most - 0.5), jnp.maximum(fewer(most - 0.5) - others, 0.0)
-    least = jnp.maximum(most - 2, 0.0) / b.parts
-    shift = least - jnp.floor(jax.lax.stop_gradient(least))  # the steps of a task are such numbers more than whole ones
-    limits = jnp.arange(top + 1.0) + 0.5
-    below = jax.vmap(lambda limit: jnp.minimum(fewer((limit + shift) * b.parts), others))(limits)
-    each = jnp.diff(below, axis=0, prepend=0.0)
-    rest = (steps - many * most - some * next_) / b.parts
+    many = jnp.maximum(last - first, 0.0) - fewer(most - 0.5)
+    some = jnp.maximum(fewer(most - 0.5) - others, 0.0)
+    rest = steps - many * most - some * next_
 
-    def add_up(x, period):
-        slope = period / PERIOD
-        line = x[-PERIOD:].mean(0) - slope * (top - (PERIOD - 1) / 2)
-        off = x - line[None] - slope[None] * jnp.arange(top + 1.0).reshape(-1, *[1] * slope.ndim)
-        after = jnp.concatenate([off[1:], off[-PERIOD][None]])
-        return others * line + rest * slope + (each * (off + shift[None] * (after - off))).sum(0)
+    numbers = jnp.arange(transient + 1.0)
+    below = jax.vmap(lambda number: jnp.minimum(fewer(number * b.parts + 0.5), others))(numbers)
+    each = jnp.diff(below, axis=0)  # q blocks with more steps than number * parts, up to (number + 1) * parts
+
+    def mean_of(number):  # their steps: they are spread evenly
+        high = jnp.clip(most - 2, number * b.parts, (number + 1) * b.parts)
+        return (jnp.minimum(jnp.maximum(number * b.parts + 1, b.least_steps), high) + high) / 2
+
+    means = jax.vmap(mean_of)(numbers[:-1])
+    beyond, off = others - below[-1], rest - (each * means).sum(0)
+    nudge = jnp.where(beyond > 0, 0.0, off / jnp.maximum(each.sum(0), 1.0))
+    share = jax.vmap(lambda number, mean: (mean + nudge) / b.parts - number)(numbers[:-1], means)
+    weights = jnp.concatenate([below[:1], each * share]) + jnp.concatenate([each * (1 - share), 0 * below[:1]])
 
     def total(x, period, one, other):
-        return b.parts * (add_up(x, period) + many * one + some * other)
+        slope = period / PERIOD
+        line = x[-PERIOD:].mean(0) - slope * (transient - (PERIOD - 1) / 2)
+        inside = (weights * x).sum(0) + many * one + some * other
+        return b.parts * (inside + beyond * line) + jnp.where(beyond > 0, off, 0.0) * slope
 
     looked_up = (at_steps(every, steps / b.parts) for steps in (most, next_))
     return jax.tree.map(total, *every, *looked_up)

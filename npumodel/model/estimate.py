@@ -16,19 +16,19 @@ from ..hardware.spec import OVERFLOWS
 from ..tile import MatmulTile, SoftmaxTile, TileConfig
 from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 from . import tiling
-from .cost import GRADIENT_OPTIONS, KernelPrice, Options, Price, price
+from .cost import WITHOUT_FUSION, KernelPrice, Options, Price, price
 from .durations import AFTER, BEFORE, COMBINE, TimeConstants, time_constants
 from .graph import OTHER_TITLES, STAGE_TITLES, compile_graph, graph_of, masked
 from .stages import GM_PATHS, StageTable, stage_table
 from .tiling import AnyProblem, AnyTile
 
 
-@partial(jax.jit, static_argnames="options")
+@partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _priced(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> Price:
     return price(time_constants(d, options.dtype), p, tile, d, options)
 
 
-@partial(jax.jit, static_argnames="options", compiler_options=GRADIENT_OPTIONS)
+@partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
 def _broken_down(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> TimeConstants:
     """Each time constant times the gradient of the seconds with respect to it."""
     t = time_constants(d, options.dtype)

@@ -140,7 +140,7 @@ class Blocks(NamedTuple):
     parts           tasks that share the keys of one q block (split_kv)
     steps           steps of all q blocks of a head
     last_steps      steps of the last q block
-    most_steps      most steps of a q block before the last
+    most_steps      most steps of a q block before the last; least_steps: least, but for those without any
     end_steps       steps of the middle one of the q blocks before the last that reach the last kv block
     reach_end       q blocks that reach the last kv block
     started         q blocks with at least one step; `empty`: those before them
@@ -159,6 +159,7 @@ class Blocks(NamedTuple):
     steps: Any
     last_steps: Any
     most_steps: Any
+    least_steps: Any
     end_steps: Any
     reach_end: Any
     started: Any
@@ -195,8 +196,10 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
     def steps_of(block):
         return steps_of_block(p, rows, cols, kv_blocks, jnp.clip(block, 0.0, jnp.maximum(full - 1, 0.0)), temperature)
 
-    most_moving = jnp.where(temperature <= 0, jnp.ceil(jax.lax.stop_gradient(moving_steps)), moving_steps)
+    less, more = (f(jax.lax.stop_gradient(moving_steps)) for f in (jnp.floor, jnp.ceil))
+    less, more = (jnp.where(temperature <= 0, x, moving_steps) for x in (less, more))
     most = jnp.maximum(steps_of(from_start - 1), steps_of(jnp.maximum(from_start, before_end)))
+    least = jnp.minimum(steps_of(empty), steps_of(full - 1))
     last_steps = jnp.maximum(kv_blocks - _first_of_block(p, rows, cols, kv_blocks, full, temperature), 1.0)
     return Blocks(
         q_blocks,
@@ -209,7 +212,8 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         parts=tile.split_kv,
         steps=sums[2] + (full - before_end) * kv_blocks - sums[3] + last_steps,
         last_steps=last_steps,
-        most_steps=jnp.maximum(most, most_moving),
+        most_steps=jnp.maximum(most, more),
+        least_steps=jnp.where(moving > 0, jnp.minimum(least, less), least),
         end_steps=jnp.maximum(steps_of(jax.lax.stop_gradient(jnp.floor((before_end + full - 1) / 2))), 1.0),
         reach_end=full - before_end + 1,
         started=q_blocks - empty,

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from npumodel.hardware import DeviceSpec
-from npumodel.model.cost import GRADIENT_OPTIONS, Options, price
+from npumodel.model.cost import WITHOUT_FUSION, Options, price
 from npumodel.model.tiling import Problem
 from npumodel.search.space import KNOBS, Chip, Space, chip, footprint
 from npumodel.tile import TileConfig
@@ -142,7 +142,7 @@ def _start(u: np.ndarray) -> State:
     return State(u, jax.tree.map(np.asarray, _ADAM.init(jnp.asarray(u))), blank, blank[..., 0])
 
 
-@functools.partial(jax.jit, static_argnames="masked", compiler_options=GRADIENT_OPTIONS)
+@functools.partial(jax.jit, static_argnames="masked", compiler_options=WITHOUT_FUSION)
 def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, masked: bool) -> State:
     """Steps first .. last - 1 of the descent."""
 
