@@ -34,7 +34,7 @@ from .stages import Stage, StageTable
 PERIOD = 12
 #: Slots that `lengths` and `task` run one by one. Pipelines have settled after 24; the last PERIOD of them measure the
 #: period.
-TRANSIENT = 12 + PERIOD
+TRANSIENT = 24 + PERIOD
 
 
 class Step(NamedTuple):
