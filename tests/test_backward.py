@@ -207,7 +207,8 @@ def pairs_of_blocks(shape, tile):
     return np.array([(height[i], width[j]) for i in range(len(height)) for j in range(begin[i], end[i])]).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("arch", SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CHIPS)
 def test_bytes_and_products_are_those_of_every_pair_of_blocks(arch):
     shapes, tiles, p, tile, d = draws(arch)
     t = time_constants(d, "float16")

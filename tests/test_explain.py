@@ -27,7 +27,7 @@ from npumodel.search.rules import parse
 from npumodel.search.space import lattice
 
 NPU = npu.device("ascend910b2")
-#: All of one architecture and with a mask, so that they share compiled functions; two without, in the slow run.
+#: All of one architecture and with a mask, so that they share compiled functions; others in the slow run.
 CASES = {
     "plain": ("B4,N32,S4096,D128", NPU, "128x384 buffers=1 lookahead=3"),
     "masked": ("B4,N32,S4096,D128,additive", NPU, "128x256 buffers=1 lookahead=3"),
@@ -38,7 +38,9 @@ CASES = {
     "spilling": ("B1,N2,S2048,D128,bool", NPU.replace(name="spilling", overflow="spill", l1_bytes=65536), "128x256"),
     "small": ("B1,N8,S512,D64,bool", NPU, "32x32 buffers=1 lookahead=0"),
 }
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in ("plain", "causal") else name for name in CASES]
+SLOW = ("plain", "causal", "unfused")
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+UNFUSED = pytest.param("unfused", marks=pytest.mark.slow)
 
 
 def case(name):
@@ -240,6 +242,7 @@ def test_changes_of_the_plan_are_legal_and_cost_what_they_say(priced, pages, nam
         assert f"plan: none of {len(fit)} neighbours that fit saves" in text
 
 
+@pytest.mark.slow
 def test_following_the_advice_ends_at_a_tile_without_any(priced):
     cost = priced("small")
     for _ in range(20):
@@ -269,7 +272,7 @@ def test_every_number_of_a_chip_is_tried_once():
     assert found["l1_bytes 512 KiB -> 1 MiB"].l1_bytes == 2 * chip.l1_bytes
 
 
-@pytest.mark.parametrize("name", ["masked", "unfused", "decode", "spilling"])
+@pytest.mark.parametrize("name", ["masked", UNFUSED, "decode", "spilling"])
 def test_changes_of_the_hardware_cost_what_they_say(priced, pages, name):
     cost = priced(name)
     found = hardware_changes(cost)
@@ -289,7 +292,7 @@ def test_changes_of_the_hardware_cost_what_they_say(priced, pages, name):
     assert shown
 
 
-@pytest.mark.parametrize("name", ["masked", "unfused", "decode"])
+@pytest.mark.parametrize("name", ["masked", UNFUSED, "decode"])
 def test_the_gradient_is_the_slope_and_promises_too_much(priced, name):
     """Against finite differences; the time bends upwards in the constants, so that its tangent lies below it."""
     cost, step = priced(name), 0.01

@@ -51,7 +51,9 @@ def test_bad_lengths_are_refused(lengths):
         npu.hints("B4,N1,S64,D64", CHIP, TILE, kv_lengths=lengths)
 
 
-@pytest.mark.parametrize("name", ["article", "ascend910b2", "ascend950pr"])
+@pytest.mark.parametrize(
+    "name", ["article", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ascend910b2", "ascend950pr"))]
+)
 def test_the_articles_five_steps(name):
     """t0 load Q0; t1 Q K; t2 softmax, and the next keys come in; t3 P V, V having come in beside; t4 store O0, and the
     loads of the next task come in. On split cores MTE2 also fetches P, in order: there the next keys are asked for

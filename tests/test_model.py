@@ -200,6 +200,7 @@ def test_cube_time_of_one_block_added_on_paper():
     assert qk.busy == pytest.approx((384 + 512 + 6) / 1.8e9, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_graph_folds_the_mask_and_counts_launches():
     masked = dataclasses.replace(ARTICLE, mask="bool")
     assert [graph_of(s, f).launches for s in (ARTICLE, masked) for f in FUSIONS] == [1, 2, 3, 1, 2, 4]
@@ -221,7 +222,7 @@ def test_graph_folds_the_mask_and_counts_launches():
 # Laws ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["article", "ascend910b2", pytest.param("ascend950dt_9581", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*FIRST, pytest.param("ascend950dt_9581", marks=pytest.mark.slow)])
 def test_bounds_breakdown_and_busy_time(name):
     rng, dev = np.random.default_rng(3), device(name)
     for _ in range(25):
@@ -369,7 +370,7 @@ def test_timeline_ends_when_the_price_says(name, tmp_path):
     assert not cut_short.complete and len(cut_short.events) <= 120
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", FIRST)
 def test_article_shape_has_a_u_over_block_size_and_gains_by_overlap(name):
     dev = device(name)
     sizes = [16, 32, 64, 128, 256, 512, 1024]

@@ -130,6 +130,7 @@ def test_one_piece_is_the_whole_block(name, reading):
     assert float(one.seconds) == pytest.approx(float(whole.seconds), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_vendors_tile_fits():
     """FlashAttentionScore on the 910B: steps of 128 x 1024 in 8 pieces of 128 x 128 (CANN section 1). Whole, its K and
     V alone would fill L1."""

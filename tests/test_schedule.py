@@ -35,8 +35,11 @@ def kernels(arch):
     return seen
 
 
-TABLES = [(arch, kinds, table) for arch in ARCHS for kinds, table in kernels(arch).items()]
-IDS = [f"{arch}-{'+'.join(kinds)}" for arch, kinds, _ in TABLES]
+TABLES = [
+    pytest.param(arch, kinds, table, id=f"{arch}-{'+'.join(kinds)}", marks=[pytest.mark.slow] * (len(kinds) < 3))
+    for arch in ARCHS
+    for kinds, table in kernels(arch).items()
+]
 
 
 def draw(rng, table):
@@ -81,7 +84,7 @@ def reading(table, transient, waits=True):
     return call
 
 
-@pytest.mark.parametrize("arch,kinds,table", TABLES, ids=IDS)
+@pytest.mark.parametrize("arch,kinds,table", TABLES)
 def test_fast_reading_matches_the_event_simulator(arch, kinds, table):
     rng = np.random.default_rng(len(kinds) + 10 * ARCHS.index(arch))
     run, settled = reading(table, TRANSIENT), reading(table, SETTLED)
@@ -158,7 +161,7 @@ def test_a_played_stream_has_the_simulators_events(arch):
             assert float(waits[name].sum()) == pytest.approx(wait, rel=1e-5, abs=1e-5 * want.makespan)
 
 
-JOINED = [pytest.param(*row, id=name) for row, name in zip(TABLES, IDS, strict=True) if len(row[1]) > 1]
+JOINED = [row for row in TABLES if len(row.values[1]) > 1]
 
 
 @pytest.mark.slow

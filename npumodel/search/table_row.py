@@ -21,7 +21,7 @@ from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
 #: Version of the performance model. Raise it when the same plan gets another price: rows of another one are stale.
-MODEL_VERSION = "2"
+MODEL_VERSION = "3"
 KERNEL = "flash_attention_fwd"
 
 #: Fields of a key. An absent field means null, so that a later version can add one whose null is today's meaning;
