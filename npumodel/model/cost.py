@@ -401,14 +401,14 @@ def _of_q_blocks(p: Problem, b: Blocks, every: Lengths, first, last, steps, temp
     rest = steps - many * most - some * next_
 
     numbers = jnp.arange(transient + 1.0)
-    below = jax.vmap(lambda number: jnp.minimum(fewer(number * b.parts + 0.5), others))(numbers)
-    each = jnp.diff(below, axis=0)  # q blocks with more steps than number * parts, up to (number + 1) * parts
+    def count(number):  # (those with at most number * parts steps, mean steps of those with up to `parts` more)
+        high = jnp.clip(most - 2, number * b.parts, (number + 1) * b.parts)  # they are spread evenly
+        mean = (jnp.minimum(jnp.maximum(number * b.parts + 1, b.least_steps), high) + high) / 2
+        return jnp.minimum(fewer(number * b.parts + 0.5), others), mean
 
-    def mean_of(number):  # their steps: they are spread evenly
-        high = jnp.clip(most - 2, number * b.parts, (number + 1) * b.parts)
-        return (jnp.minimum(jnp.maximum(number * b.parts + 1, b.least_steps), high) + high) / 2
-
-    means = jax.vmap(mean_of)(numbers[:-1])
+    # A loop: fused into what uses them, these counts would be computed again and again.
+    below, means = jax.lax.map(count, numbers)
+    each, means = jnp.diff(below, axis=0), means[:-1]
     beyond, off = others - below[-1], rest - (each * means).sum(0)
     nudge = jnp.where(beyond > 0, 0.0, off / jnp.maximum(each.sum(0), 1.0))
     share = jax.vmap(lambda number, mean: (mean + nudge) / b.parts - number)(numbers[:-1], means)
