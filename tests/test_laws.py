@@ -387,7 +387,7 @@ def test_overlap_never_lengthens_a_call(plan, seed):
     draws, found = drawn(plan, seed), base(plan, seed)
     options = plan.options(overlap=False, waits=False, transient=SETTLED)
     serial = np.asarray(_priced(draws.t, draws.p, draws.tile, draws.d, options).seconds)
-    holds(draws, found.seconds <= serial * (1 + rounding(draws)), found.seconds, serial)
+    holds(draws, found.seconds <= serial * (1 + ROUNDING), found.seconds, serial)
 
 
 @law

@@ -110,7 +110,7 @@ def by_hand(shape, tile):
 
 def test_steps_and_rows_match_a_count_by_hand():
     rng, jitted = np.random.default_rng(2), jax.jit(tiling.cut)
-    at_most, steps_before = jax.jit(tiling.at_most), jax.jit(tiling.steps_before)
+    at_most, steps_before, steps_beyond = map(jax.jit, (tiling.at_most, tiling.steps_before, tiling.steps_beyond))
     for i in range(300):
         window = tuple(int(2 ** rng.uniform(0, 12)) if rng.integers(3) else None for _ in range(2)) if i % 2 else None
         shape = random_shape(rng, causal=bool(i % 4), window=window)
@@ -134,6 +134,8 @@ def test_steps_and_rows_match_a_count_by_hand():
                 whole = (first, last) == (0, len(full))  # elsewhere: those in the middle are taken to be mixed evenly
                 assert abs(got - (full[first:last] <= limit).sum()) <= (1e-3 if whole else 2), (shape, tile, limit)
             assert float(steps_before(p, b, float(last))) == full[:last].sum()
+        limit = int(rng.integers(1, max(steps) + 2))
+        assert float(steps_beyond(p, b, float(limit))) == pytest.approx(np.maximum(full - limit, 0).sum(), abs=1e-2)
 
 
 def test_pairs_and_bytes_of_a_shape_match_a_count_by_hand():

@@ -189,21 +189,12 @@ def _counts(p: Problem, b: Blocks, temperature) -> dict:
     one, none = jnp.ones_like(b.steps), jnp.zeros_like(b.steps)
     at_end = jnp.maximum(b.reach_end - 1, 0.0)
     inner = jnp.maximum(b.steps - b.last_steps - at_end, 0.0)
-
-    def with_more(number):  # q blocks with more steps than 1 .. parts - 1, at one of _PARTS places in there
-        steps = 1 + (b.parts - 1) * (number + 0.5) / _PARTS
-        return b.q_blocks - 1 - tiling.at_most(p, b, steps, none, b.q_blocks - 1, temperature)
-
-    more = (b.parts - 1) * jax.vmap(with_more)(jnp.arange(float(_PARTS))).mean(0)  # parts but the first with a step
+    started = b.steps - b.last_steps - tiling.steps_beyond(p, b, b.parts, temperature)  # parts that have a step
     return {
         "step": (inner, at_end, jnp.maximum(b.last_steps - 1, 0.0), one),
-        "task_start": (b.started - 1 + more, none, jnp.minimum(b.parts, b.last_steps), none),
+        "task_start": (started, none, jnp.minimum(b.parts, b.last_steps), none),
         "task_end": ((b.q_blocks - 1) * b.parts, none, b.parts, none),
     }
-
-
-#: Parts of split keys that are looked at one by one.
-_PARTS = 8
 
 
 def _runs(table: StageTable, counts: dict) -> dict:
@@ -387,7 +378,8 @@ def _of_q_blocks(p: Problem, b: Blocks, every: Lengths, first, last, steps, temp
 
     The time of a task is a line in its steps and what is off it: beyond the transient, nothing in the mean of a period.
     So all that matters is the sum of the steps, and how many q blocks have each of the few first numbers of them. Those
-    with the most, and with one less, are nearly all where nothing is masked: these are looked up.
+    with the most, and with one less, are nearly all where nothing is masked: these are looked up. Where keys are split,
+    q blocks count by ranges of `parts` steps, in which they are taken to be spread evenly.
     """
     transient = len(every.times.makespan) - 1
     most, next_ = b.most_steps, jnp.maximum(b.most_steps - 1, 0.0)
@@ -400,13 +392,13 @@ def _of_q_blocks(p: Problem, b: Blocks, every: Lengths, first, last, steps, temp
     some = jnp.maximum(fewer(most - 0.5) - others, 0.0)
     rest = steps - many * most - some * next_
 
-    numbers = jnp.arange(transient + 1.0)
     def count(number):  # (those with at most number * parts steps, mean steps of those with up to `parts` more)
         high = jnp.clip(most - 2, number * b.parts, (number + 1) * b.parts)  # they are spread evenly
         mean = (jnp.minimum(jnp.maximum(number * b.parts + 1, b.least_steps), high) + high) / 2
         return jnp.minimum(fewer(number * b.parts + 0.5), others), mean
 
     # A loop: fused into what uses them, these counts would be computed again and again.
+    numbers = jnp.arange(transient + 1.0)
     below, means = jax.lax.map(count, numbers)
     each, means = jnp.diff(below, axis=0), means[:-1]
     beyond, off = others - below[-1], rest - (each * means).sum(0)

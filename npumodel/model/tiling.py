@@ -188,10 +188,10 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
 
     from_start, before_end, empty = before(cols, starts), before(kv_blocks * cols, ends), before(cols, ends)
     moving = jnp.maximum(before_end - from_start, 0.0)
-    first, count = (from_start, from_start, empty, from_start), (moving, moving, before_end - empty, full - from_start)
-    first, count, start = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (first, count, (ends, starts, ends, starts)))
-    sums = floor_sum(count, rows[None], jnp.maximum(start + first * rows[None], 0.0), cols[None], temperature)
-    moving_steps = (sums[0] - sums[1]) / jnp.maximum(moving, 1.0)
+    both = ((ends, from_start, before_end), (starts, from_start, before_end))
+    every = ((ends, empty, before_end), (starts, from_start, full))
+    last_moving, first_moving, last_blocks, first_blocks = _kv_blocks_before(rows, cols, (*both, *every), temperature)
+    moving_steps = (last_moving - first_moving) / jnp.maximum(moving, 1.0)
 
     def steps_of(block):
         return steps_of_block(p, rows, cols, kv_blocks, jnp.clip(block, 0.0, jnp.maximum(full - 1, 0.0)), temperature)
@@ -210,7 +210,7 @@ def cut(p: Problem, tile: TileConfig, temperature=0.0) -> Blocks:
         tail_rows=jnp.clip(p.q_len - full * rows, 0.0, rows),
         tail_cols=jnp.clip(p.kv_len - (kv_blocks - 1) * cols, 0.0, cols),
         parts=tile.split_kv,
-        steps=sums[2] + (full - before_end) * kv_blocks - sums[3] + last_steps,
+        steps=last_blocks + (full - before_end) * kv_blocks - first_blocks + last_steps,
         last_steps=last_steps,
         most_steps=jnp.maximum(most, more),
         least_steps=jnp.where(moving > 0, jnp.minimum(least, less), least),
@@ -228,10 +228,18 @@ def _whole(x, temperature):
 
 
 def _range_of_block(p: Problem, rows, cols) -> tuple[Any, Any]:
-    """Of q block 0: the key after the last one of its kv blocks is in the block that ends here, and its first key here;
-    q block i lies i rows behind. Both before they are clipped to the keys that there are."""
-    zero = jnp.zeros_like(rows)
-    return rows - 1 + p.high + cols, p.low + zero
+    """Where the range of q block 0 ends, and where it starts, in keys; q block i lies i rows behind. In whole kv blocks
+    and clipped to those that there are: the number of its last kv block, from 1, and that of its first, from 0."""
+    return rows - 1 + p.high + cols, p.low + jnp.zeros_like(rows)
+
+
+def _kv_blocks_before(rows, cols, ranges, temperature):
+    """For each of `ranges` (keys at q block 0, first, last): the whole kv blocks before that place, added up over the q
+    blocks first .. last - 1, all of them behind key 0."""
+    counted = ((start, first, jnp.maximum(last - first, 0.0)) for start, first, last in ranges)
+    start, first, count = (jnp.stack(jnp.broadcast_arrays(*x)) for x in zip(*counted, strict=True))
+    sums = floor_sum(count, rows[None], jnp.maximum(start + first * rows[None], 0.0), cols[None], temperature)
+    return [sums[i] for i in range(len(ranges))]
 
 
 def steps_of_block(p: Problem, rows, cols, kv_blocks, block, temperature=0.0):
@@ -253,24 +261,35 @@ def at_most(p: Problem, b: Blocks, steps, first, last, temperature=0.0):
     Those that begin with the first kv block have ever more steps, those that reach the last one ever fewer; in between
     there are only two numbers of steps, next to each other.
     """
+    growing, shrinking = _beyond(p, b, steps, temperature)
+
+    def within(begin, end):  # of these q blocks, those that are first .. last - 1
+        return jnp.maximum(jnp.minimum(end, last) - jnp.maximum(begin, first), 0.0)
+
+    until = jnp.maximum(b.from_start, b.before_end)
+    fewer = jnp.clip(_next(steps, temperature) - b.moving_steps, 0.0, 1.0)
+    count = within(0.0 * b.from_start, growing) + fewer * within(b.from_start, until)
+    return count + within(shrinking, b.q_blocks - 1)
+
+
+def _next(steps, temperature):
+    """The first whole number above `steps`; above temperature 0, that for the mean of all steps around."""
+    return jnp.where(temperature <= 0, jnp.floor(jax.lax.stop_gradient(steps)) + 1, steps + 0.5)
+
+
+def _beyond(p: Problem, b: Blocks, steps, temperature) -> tuple[Any, Any]:
+    """(the first of the q blocks that begin with the first kv block to have more steps, the first that has no more of
+    those that neither do nor come before the end)."""
     ends, starts = _range_of_block(p, b.rows, b.cols)
-    whole = jnp.where(temperature <= 0, jnp.floor(jax.lax.stop_gradient(steps)) + 1, steps + 0.5)  # steps + 1 kv blocks
+    more = _next(steps, temperature)
 
     def bound(kv_blocks, start):  # the first q block whose range is, at `start`, at so many kv blocks
         place = (kv_blocks * b.cols - start) / b.rows
         return jnp.where(temperature <= 0, ceil_div(kv_blocks * b.cols - start, b.rows), place + 0.5)
 
-    def within(low, high, begin, end):  # q blocks low .. high - 1 that are also begin .. end - 1, and first .. last - 1
-        low, high = (jnp.clip(x, first, jnp.maximum(first, last)) for x in (low, high))
-        return jnp.maximum(jnp.minimum(high, end) - jnp.maximum(low, begin), 0.0)
-
-    none, all_ = 0.0 * b.from_start, b.q_blocks - 1
-    growing = jnp.where(steps < b.kv_blocks, bound(whole, ends), all_)
-    shrinking = bound(b.kv_blocks - whole + 1, starts)
-    fewer = jnp.clip(whole - b.moving_steps, 0.0, 1.0)
-    count = within(none, b.from_start, none, growing)
-    count = count + fewer * within(b.from_start, jnp.maximum(b.from_start, b.before_end), none, all_)
-    return count + within(jnp.maximum(b.from_start, b.before_end), all_, shrinking, all_)
+    growing = jnp.where(steps < b.kv_blocks, jnp.maximum(bound(more, ends), 0.0), b.from_start)
+    shrinking = bound(b.kv_blocks - more + 1, starts)
+    return jnp.minimum(growing, b.from_start), jnp.maximum(shrinking, jnp.maximum(b.from_start, b.before_end))
 
 
 def steps_before(p: Problem, b: Blocks, block, temperature=0.0):
@@ -278,12 +297,25 @@ def steps_before(p: Problem, b: Blocks, block, temperature=0.0):
     not whole."""
     whole = jnp.floor(jax.lax.stop_gradient(block))
     ends, starts = _range_of_block(p, b.rows, b.cols)
-    first, until = (b.empty, b.from_start), (jnp.minimum(whole, b.before_end), whole)
-    first, until, start = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (first, until, (ends, starts)))
-    at, rows, cols = jnp.maximum(start + first * b.rows[None], 0.0), b.rows[None], b.cols[None]
-    ends, starts = floor_sum(jnp.maximum(until - first, 0.0), rows, at, cols, temperature)
+    ranges = ((ends, b.empty, jnp.minimum(whole, b.before_end)), (starts, b.from_start, whole))
+    last_blocks, first_blocks = _kv_blocks_before(b.rows, b.cols, ranges, temperature)
     share = (block - whole) * steps_of_block(p, b.rows, b.cols, b.kv_blocks, whole, temperature)
-    return ends + jnp.maximum(whole - b.before_end, 0.0) * b.kv_blocks - starts + share
+    return last_blocks + jnp.maximum(whole - b.before_end, 0.0) * b.kv_blocks - first_blocks + share
+
+
+def steps_beyond(p: Problem, b: Blocks, limit, temperature=0.0):
+    """Steps beyond the first `limit` (a whole number) of each q block before the last one of the head, added up."""
+    ends, starts = _range_of_block(p, b.rows, b.cols)
+    growing, shrinking = _beyond(p, b, limit, temperature)
+    shrinking = jnp.minimum(shrinking, b.q_blocks - 1)
+    until = jnp.maximum(b.from_start, b.before_end)
+    before_end = jnp.clip(b.before_end, growing, b.from_start)
+    ranges = ((ends, growing, before_end), (starts, until, shrinking))
+    last_blocks, first_blocks = _kv_blocks_before(b.rows, b.cols, ranges, temperature)
+    left = jnp.maximum(shrinking - until, 0.0)
+    grown = last_blocks + (b.from_start - before_end) * b.kv_blocks - (b.from_start - growing) * limit
+    moved = (until - b.from_start) * jnp.maximum(b.moving_steps - limit, 0.0)
+    return grown + moved + left * (b.kv_blocks - limit) - first_blocks
 
 
 class Traffic(NamedTuple):

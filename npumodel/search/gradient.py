@@ -175,12 +175,12 @@ def scattered(space: Space, seed: int) -> np.ndarray:
 
 
 def rounded(space: Space, knobs: np.ndarray) -> np.ndarray:
-    """The lattice points around real knobs [n, 4]: below and above along every axis, and with every lookahead."""
+    """The lattice points around real knobs [n, 4]: below and above along every axis."""
     below = []
-    for i, axis in enumerate(space.axes[:-1]):
+    for i, axis in enumerate(space.axes):
         below.append(np.clip(np.searchsorted(axis, knobs[:, i] + 1e-6, side="right") - 1, 0, len(axis) - 1))
-    around = np.stack(np.meshgrid(*[[0, 1]] * len(below), np.arange(space.dims[-1]), indexing="ij"), -1)
-    return space.points(np.stack([*below, 0 * below[0]], -1)[:, None] + around.reshape(-1, len(KNOBS)))
+    corners = np.stack(np.meshgrid(*[[0, 1]] * len(KNOBS), indexing="ij"), -1).reshape(-1, len(KNOBS))
+    return space.points(np.stack(below, -1)[:, None] + corners)
 
 
 def _moves() -> np.ndarray:
