@@ -270,7 +270,8 @@ def estimate(
              form "M4096,N4096,K512" or "R4096,C4096"
     tile     anything that `flash_attention(tile_level=...)` takes; for the others "auto" (the cheapest of a small
              lattice), a MatmulTile or SoftmaxTile, or the text of one, "128x256x64" or "4x4096"
-    policy   who picks the tile when it is "auto": "auto" (tables, then the model), "rule" or "default"
+    policy   who picks the tile when it is "auto": "auto" (tables, then the model), "rule" (the article's),
+             "cann" (the vendor's) or "default"
     overlap  False: no transfer beside any computation
 
     Raises ValueError for a missing or unknown device, a tile that does not fit on it, a dtype that it cannot multiply.
@@ -329,7 +330,7 @@ def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = Non
     """Find the fastest legal tile: a TuneResult, or TuneResults for a list of shapes.
 
     shape    an AttentionShape or its short form, or a list of them
-    options  seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
+    options  space, seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
     """
     spec = _needed(device)
     if isinstance(shape, str | Shape) or not isinstance(shape, Sequence):

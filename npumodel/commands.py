@@ -130,11 +130,11 @@ def tune(
     shape: tuple[str, ...],
     device: str | None = None,
     out: Path = Path("table.json"),
-    strategy: Literal["gradient", "exhaustive"] = "gradient",
+    strategy: Literal["coordinate", "gradient", "annealing", "evolution", "random", "exhaustive"] = "coordinate",
     seed: int = 0,
     max_evals: int | None = None,
     time_limit: float | None = None,
-    exhaustive: bool = True,
+    exhaustive: bool = False,
 ) -> int:
     """Search the fastest tile of one or more calls, and keep it in a table that tile_level="auto" reads.
 

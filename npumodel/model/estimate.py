@@ -208,6 +208,14 @@ def footprints(shape: Shape, device: DeviceSpec, tile: AnyTile) -> tuple[Footpri
     return tuple(Footprint(name, float(n), float(available[name])) for name, n in needed.items())
 
 
+def misfits(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list[str]:
+    """What `illegal` says, and what the search does not try: pieces of K and V that are no whole fractals of keys."""
+    if tile.kv_pieces != 1 and tile.block_kv % (tiling.FRACTAL * tile.kv_pieces):
+        whole = f"pieces of whole fractals of {tiling.FRACTAL} keys"
+        return [f"kv_pieces: expected {whole}, got {tile.block_kv} keys in {tile.kv_pieces} pieces"]
+    return illegal(shape, device, tile)
+
+
 def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
     heads that do not divide. HBM: only where the tensors of the call would fit without this plan's workspace. Backward:

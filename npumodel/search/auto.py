@@ -13,7 +13,7 @@
    has the default and the rule's in it, so that an auto tile is never slower than the default.
 7. The default tile, where the model has no finite price.                                    "auto: default"
 
-Policies "rule" and "default" skip 3..6 and take that tile, shrunk until it fits ("policy: rule").
+Policies "rule", "cann" and "default" skip 3..6 and take that tile, shrunk until it fits ("policy: rule").
 """
 
 from __future__ import annotations
@@ -26,8 +26,30 @@ from typing import Any
 import numpy as np
 
 from npumodel.hardware import HOST, DeviceSpec
-from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
-from npumodel.search.space import KNOBS, exact_seconds, fits, fitted, legal, needs, padded, stacked
+from npumodel.model.estimate import misfits
+from npumodel.search.rules import (
+    DEFAULT,
+    POLICIES,
+    does_not_fit,
+    explicit,
+    policy_tile,
+    require_legal,
+    rule_of_thumb,
+    shrunk,
+)
+from npumodel.search.space import (
+    MOST_SPLIT,
+    SPLIT_KEYS,
+    exact_seconds,
+    fits,
+    fitted,
+    legal,
+    needs,
+    padded,
+    possible,
+    seconds_of,
+    stacked,
+)
 from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
@@ -40,7 +62,7 @@ _PLANS = """
     32x96x1x1   96x192x2x3   192x64x1x3   128x256x1x2  64x512x1x2  16x512x1x0   128x384x1x3  48x256x1x2
     32x1024x1x2 384x48x2x1   256x512x1x2  256x128x2x2  128x96x2x3  128x48x1x1   96x96x2x3    32x128x1x1
 """
-_CANDIDATES = tuple(TileConfig(**dict(zip(KNOBS, map(int, p.split("x")), strict=True))) for p in _PLANS.split())
+_CANDIDATES = tuple(TileConfig(q, kv, b, ahead) for q, kv, b, ahead in (map(int, p.split("x")) for p in _PLANS.split()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +93,8 @@ def resolve(
 
     skips: whether something besides `shape.causal` leaves whole blocks unseen (a window, lengths); for the host.
 
-    policy ("auto", "rule" or "default"): who picks the tile when tile_level is "auto". Repeated calls are answered
-    from a cache, as long as the device's numbers and the active tables are the same.
+    policy ("auto", "rule", "cann" or "default"): who picks the tile when tile_level is "auto". Repeated calls are
+    answered from a cache, as long as the device's numbers and the active tables are the same.
 
     Raises ValueError for a level or policy that is none, a tile that does not fit on the device, or a dtype that the
     device does not multiply.
@@ -121,7 +143,7 @@ def _resolve(shape, device, tile_level, policy, skips, tables) -> Resolved:
         return _explicit(shape, device, tile_level, policy)
     if device is None:
         return Resolved(fitted(TileConfig(*HOST.blocks(skips)), shape), "auto: host")
-    if policy in ("rule", "default"):
+    if policy in POLICIES[1:]:
         return Resolved(policy_tile(policy, shape, device), f"policy: {policy}")
     return _from_tables(shape, device, tables) or by_model([shape], device)[0]
 
@@ -144,8 +166,8 @@ def _from_tables(shape: AttentionShape, device: DeviceSpec, tables: Sequence[Til
     if not found:
         return None
     tiles = [fitted(row.tile, shape) for row in found]
-    for row, tile, good in zip(found, tiles, legal([shape], stacked(tiles), device), strict=True):
-        if not good:
+    for row, tile in zip(found, tiles, strict=True):
+        if not legal([shape], stacked([tile]), device)[0]:
             _notice(row, tile, shape, device)
         elif row.source == "exact":
             return Resolved(tile, "auto: table")
@@ -156,17 +178,16 @@ def _from_tables(shape: AttentionShape, device: DeviceSpec, tables: Sequence[Til
 
 def _notice(row: Found, tile: TileConfig, shape: AttentionShape, device: DeviceSpec):
     """Say once per call and device that a row is passed over (once, since what is resolved is cached)."""
-    try:
-        require_legal(shape, device, tile)
-    except ValueError as error:
-        what = f"tile table: row of {row.entry.header.name or 'a device'} for {shape.label} is passed over: {error}"
-        warnings.warn(what, TileTableWarning, stacklevel=2)
+    why = "; ".join(misfits(shape, device, tile))
+    name = row.entry.header.name or "a device"
+    what = f"tile table: row of {name} for {shape.label} is passed over: {does_not_fit(tile, device)}: {why}"
+    warnings.warn(what, TileTableWarning, stacklevel=2)
 
 
 def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> bool:
     default = shrunk([shape], device, [DEFAULT])[0]
-    ours, other = exact_seconds([shape], stacked([tile, default]), device)
-    return bool(ours <= other)
+    ours, other = seconds_of(shape, (tile, default), device)
+    return ours <= other
 
 
 # The model -----------------------------------------------------------------------------------------------------------
@@ -180,21 +201,39 @@ def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resol
     """
     default = shrunk(shapes, device, [DEFAULT] * len(shapes))
     rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])
-    sets = [candidates(*three) for three in zip(shapes, default, rule, strict=True)]
+    sets = [candidates(shape, device, *both) for shape, *both in zip(shapes, default, rule, strict=True)]
     pairs = [(shape, tile) for shape, tiles in zip(shapes, sets, strict=True) for tile in tiles]
     many, tiles = [shape for shape, _ in pairs], stacked([tile for _, tile in pairs])
     need = needs(many, tiles, device)
     seconds = np.full(len(pairs), np.inf)
-    keep = np.flatnonzero(fits(need, device, shapes[0].dtype).all(-1))
+    keep = np.flatnonzero(fits(need, device, shapes[0].dtype).all(-1) & possible(many, tiles))
     seconds[keep] = exact_seconds([many[i] for i in keep], stacked([pairs[i][1] for i in keep]), device)
     starts = np.cumsum([0, *map(len, sets)])
     return [_fastest(sets[i], *(x[starts[i] : starts[i + 1]] for x in (seconds, need[:, 0]))) for i in range(len(sets))]
 
 
-def candidates(shape: AttentionShape, default: TileConfig, rule: TileConfig) -> list[TileConfig]:
-    """The default first; distinct, cut to the lengths."""
+def candidates(
+    shape: AttentionShape, device: DeviceSpec, default: TileConfig, rule: TileConfig
+) -> list[TileConfig]:
+    """The default first; distinct, cut to the lengths. Where query heads share a kv head, the plans also with all of
+    them packed; where their tasks leave cores idle, also with the keys split over these."""
     whole = TileConfig(padded(shape.q_len), padded(shape.kv_len), buffers=1, lookahead=0)
-    return list(dict.fromkeys([default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]))
+    plans = [default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]
+    return list(dict.fromkeys(plan for tile in plans for plan in _spread(tile, shape, device)))
+
+
+def _spread(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> list[TileConfig]:
+    """A plan; also with its heads packed, its keys split, and both."""
+    if shape.backward:
+        return [tile]
+    group = shape.q_heads // shape.kv_heads
+    found = []
+    for packed in dict.fromkeys((1, group)):
+        plan = tile.replace(heads_packed=packed)
+        tasks = shape.batch * shape.q_heads // packed * -(-shape.q_len // tile.block_q)
+        most = min(MOST_SPLIT, shape.kv_len // SPLIT_KEYS, int(device.cube_cores) // tasks)
+        found += [plan.replace(split_kv=parts) for parts in dict.fromkeys((1, 2 ** max(0, most.bit_length() - 1)))]
+    return found
 
 
 def _fastest(tiles: Sequence[TileConfig], seconds: np.ndarray, l1_bytes: np.ndarray) -> Resolved:

@@ -1,12 +1,12 @@
-"""Gradient search of a tile: real knobs, many starts at once, annealed, then rounded, and polished exactly together
-with some points from anywhere.
+"""Gradient descent over real knobs: many starts at once, annealed. What it ends at is rounded, and polished exactly.
 
-    minimise over u = (log2 block_q, log2 block_kv, buffers, lookahead):
+    minimise over u = (log2 block_q, log2 block_kv, buffers, log2 split_kv, log2 cores):
         log2 seconds(u; T)  +  PENALTY * sum over buffers of max(0, log2(bytes needed / bytes available))
 
 with the temperature T of the relaxed model lowered geometrically, so that Adam first sees a smooth landscape and in the
-end nearly the real one. Every start keeps its lookahead, a whole number: the starts share out all of them. The whole
-descent, starts x steps, is one compiled function per architecture and mask: device, problem and bounds are traced.
+end nearly the real one. Every start keeps its lookahead, its packed heads and its pieces of K and V: the starts share
+out all of them. The whole descent, starts x steps, is one compiled function per architecture, mask and kind of plan:
+device, problem and bounds are traced.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import optax
 from npumodel.hardware import DeviceSpec
 from npumodel.model.cost import WITHOUT_FUSION, Options, price
 from npumodel.model.tiling import Problem
-from npumodel.search.space import KNOBS, Chip, Space, chip, footprint
+from npumodel.search.space import KINDS, NUMBERS, Chip, Space, chip, footprint
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-STARTS = 32
-STEPS = 12
-#: Points anywhere in the space that are priced beside the ends of the descent: it finds valleys, not all of them.
-SCATTERED = 512
+STARTS = 16
+STEPS = 8
+#: Knobs that stay as a start has them, and knobs that are no sizes: moved as they are, not in octaves.
+FIXED = ("kv_pieces", "lookahead", "heads_packed")
+COUNTS = ("buffers", "lookahead")
 #: A cost with its gradient counts as this many evaluations.
 GRADIENT_EVALS = 3
 
@@ -43,8 +44,8 @@ PENALTY = 4.0
 
 
 class Path(NamedTuple):
-    """A descent, for a plot: knobs [steps, starts, 4] = (block_q, block_kv, buffers, lookahead) as reals, relaxed
-    seconds [steps, starts] and temperature [steps], each before the step; end [starts, 4]: knobs after the last."""
+    """A descent, for a plot: knobs [steps, starts, 8] in the order of `space.NUMBERS` as reals, relaxed seconds [steps,
+    starts] and temperature [steps], each before the step; end [starts, 8]: knobs after the last."""
 
     knobs: np.ndarray
     seconds: np.ndarray
@@ -53,7 +54,7 @@ class Path(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Lowest and highest u [4], and bytes available [6] (infinite where nothing is enforced)."""
+    """Lowest and highest u [8], and bytes available [6] (infinite where nothing is enforced)."""
 
     low: Any
     high: Any
@@ -61,7 +62,7 @@ class Bounds(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the descent is: u [starts, 4], Adam's moments, and what it has seen so far [STEPS, ...]."""
+    """Where the descent is: u [starts, 8], Adam's moments, and what it has seen so far [STEPS, ...]."""
 
     u: Any
     adam: Any
@@ -69,29 +70,57 @@ class State(NamedTuple):
     seconds: Any
 
 
-def to_u(tiles: TileConfig) -> np.ndarray:
-    """Tiles [n] as coordinates [n, 4]."""
-    columns = [np.log2(tiles.block_q), np.log2(tiles.block_kv), tiles.buffers, tiles.lookahead]
-    return np.stack([np.asarray(column, float) for column in columns], -1)
+class Kind(NamedTuple):
+    """What is fixed at compile time: the kind of plan, whether there is a mask, whether K and V come in pieces."""
+
+    plan: tuple
+    masked: bool
+    in_pieces: bool
 
 
-def to_tile(u) -> TileConfig:
-    """Coordinates [4, ...] as tiles of reals, the lookahead without a gradient."""
-    return TileConfig(2.0 ** u[0], 2.0 ** u[1], u[2], jax.lax.stop_gradient(u[3]))
+_COUNT = np.array([name in COUNTS for name in NUMBERS])
+
+
+def axes_of(space: Space) -> list[np.ndarray]:
+    """The values of the space's numbers as coordinates: log2, but for counts."""
+    numbers = [np.array(getattr(space, name), float) for name in NUMBERS]
+    return [axis if count else np.log2(axis) for axis, count in zip(numbers, _COUNT, strict=True)]
+
+
+def to_tile(u, plan: tuple) -> TileConfig:
+    """Coordinates [8, ...] as tiles of reals; what stays as it is has no gradient."""
+    knobs: dict[str, Any] = {}
+    for name, x in zip(NUMBERS, u, strict=True):
+        size = x if name in COUNTS else 2.0**x
+        knobs[name] = jax.lax.stop_gradient(size) if name in FIXED else size
+    return TileConfig(**knobs, **dict(zip(KINDS, plan, strict=True)))
 
 
 def spread(space: Space, seed: int, anchors: Sequence[TileConfig], count: int = STARTS) -> np.ndarray:
-    """Starting coordinates [count, 4]: the anchors, then points spread evenly over the box (an additive recurrence,
-    shifted by the seed), with whole lookaheads."""
-    low, high = (to_u(space.at([point]))[0] for point in (0, space.size - 1))
-    golden = 1.1673039782614187  # x^5 = x + 1: the generalised golden ratio in 4 dimensions
-    steps = (1 / golden) ** np.arange(1, len(KNOBS) + 1)
-    shift = np.random.default_rng(seed).random(len(KNOBS))
-    points = (shift + np.arange(1, count + 1)[:, None] * steps) % 1
-    anchored = [to_u(space.at([space.point(tile)]))[0] for tile in anchors]
-    spread_out = low + points * (high - low)
-    spread_out[:, -1] = np.floor(low[-1] + points[:, -1] * (high[-1] + 1 - low[-1]))
-    return np.concatenate([np.reshape(anchored, (-1, len(KNOBS))), spread_out])[:count]
+    """Starting coordinates [count, 8]: the anchors, then points spread evenly over the box (an additive recurrence,
+    shifted by the seed), those that stay on values of their axes."""
+    axes = axes_of(space)
+    golden = _generalised_golden(len(NUMBERS))
+    shift = np.random.default_rng(seed).random(len(NUMBERS))
+    points = (shift + np.arange(1, count + 1)[:, None] * (1 / golden) ** np.arange(1, len(NUMBERS) + 1)) % 1
+    columns = []
+    for name, axis, share in zip(NUMBERS, axes, points.T, strict=True):
+        low, high = axis.min(), axis.max()
+        columns.append(axis[(share * len(axis)).astype(int)] if name in FIXED else low + share * (high - low))
+    anchored = [
+        [axis[getattr(space, name).index(getattr(tile, name))] for name, axis in zip(NUMBERS, axes, strict=True)]
+        for tile in anchors
+        if tile in space
+    ]
+    return np.concatenate([np.reshape(anchored, (-1, len(NUMBERS))), np.stack(columns, -1)])[:count]
+
+
+def _generalised_golden(dimensions: int) -> float:
+    """The root of x^(d + 1) = x + 1."""
+    x = 1.5
+    for _ in range(60):
+        x = (1 + x) ** (1 / (dimensions + 1))
+    return x
 
 
 def descend(
@@ -103,18 +132,21 @@ def descend(
     segment: int | None = None,
     stop: Callable[[int], bool] = lambda done: False,
 ) -> Path:
-    """Run `steps` steps (at most STEPS) from `starts` [STARTS, 4].
+    """Run `steps` steps (at most STEPS) from `starts` [STARTS, 8], all of the first kind of plan of the space.
 
     segment: look up every so many steps, and give `stop` the steps done; true ends the descent.
     Raises ValueError when the device does not multiply the dtype.
     """
     c, problem = chip(device, shape.dtype), jax.tree.map(_real, Problem.of(shape))
-    low, high = (to_u(space.at([point]))[0] for point in (0, space.size - 1))
+    low, high = (np.array([f(axis) for axis in axes_of(space)]) for f in (np.min, np.max))
+    most = NUMBERS.index("cores")
+    high[most] = max(low[most], min(high[most], np.log2(float(device.cube_cores))))
     bounds = jax.tree.map(_real, Bounds(low, high, c.available))
+    kind = Kind(tuple(getattr(space, name)[0] for name in KINDS), shape.mask is not None, space.kv_pieces != (1,))
     state, done = _start(_real(starts)), 0
     while done < steps:
         until = min(steps, done + (segment or steps))
-        state = _descend(c, problem, bounds, state, np.int32(done), np.int32(until), masked=shape.mask is not None)
+        state = _descend(c, problem, bounds, state, np.int32(done), np.int32(until), kind=kind)
         done = until
         if segment and stop(done):
             break
@@ -127,7 +159,7 @@ def _real(x) -> np.ndarray:
 
 
 def _sizes(u: np.ndarray) -> np.ndarray:
-    return np.concatenate([2.0 ** u[..., :2], u[..., 2:]], -1)
+    return np.where(_COUNT, u, 2.0**u)
 
 
 def _temperature(step):
@@ -142,12 +174,12 @@ def _start(u: np.ndarray) -> State:
     return State(u, jax.tree.map(np.asarray, _ADAM.init(jnp.asarray(u))), blank, blank[..., 0])
 
 
-@functools.partial(jax.jit, static_argnames="masked", compiler_options=WITHOUT_FUSION)
-def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, masked: bool) -> State:
+@functools.partial(jax.jit, static_argnames="kind", compiler_options=WITHOUT_FUSION)
+def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, kind: Kind) -> State:
     """Steps first .. last - 1 of the descent."""
 
     def step(i, s: State) -> State:
-        value = functools.partial(_objective, c, p, bounds, _temperature(i), masked)
+        value = functools.partial(_objective, c, p, bounds, _temperature(i), kind)
         slope, seconds = jax.grad(value, has_aux=True)(s.u)
         move, adam = _ADAM.update(jnp.nan_to_num(slope, posinf=0.0, neginf=0.0), s.adam)
         u = jnp.clip(s.u + jnp.asarray(move), bounds.low[None], bounds.high[None])
@@ -156,62 +188,27 @@ def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, mas
     return jax.lax.fori_loop(first, last, step, state)
 
 
-def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, masked: bool, u):
+def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, kind: Kind, u):
     """(what is minimised, added up over all starts, which do not depend on each other; relaxed seconds [starts]) at u
-    [starts, 4]."""
-    tile = to_tile(u.T)
-    options = Options("", masked, waits=False, whole_lookahead=True)
+    [starts, 8]."""
+    tile = to_tile(u.T, kind.plan)
+    options = Options("", kind.masked, waits=False, in_pieces=kind.in_pieces, whole_lookahead=True)
     seconds = price(c.t, p, tile, c.d, options, temperature).seconds
-    over = jnp.log2(jnp.maximum(footprint(p, tile, c.d, masked), 1.0) / bounds.available[:, None])
+    over = jnp.log2(jnp.maximum(footprint(p, tile, c.d, kind.masked), 1.0) / bounds.available[:, None])
     return (jnp.log2(seconds) + PENALTY * jnp.maximum(over, 0.0).sum(0)).sum(), seconds
 
 
-# Back to the lattice -------------------------------------------------------------------------------------------------
-
-
-def scattered(space: Space, seed: int) -> np.ndarray:
-    """Lattice points anywhere in the space."""
-    return np.random.default_rng(seed).integers(0, space.size, SCATTERED)
-
-
 def rounded(space: Space, knobs: np.ndarray) -> np.ndarray:
-    """The lattice points around real knobs [n, 4]: below and above along every axis."""
-    below = []
-    for i, axis in enumerate(space.axes):
-        below.append(np.clip(np.searchsorted(axis, knobs[:, i] + 1e-6, side="right") - 1, 0, len(axis) - 1))
-    corners = np.stack(np.meshgrid(*[[0, 1]] * len(KNOBS), indexing="ij"), -1).reshape(-1, len(KNOBS))
-    return space.points(np.stack(below, -1)[:, None] + corners)
-
-
-def _moves() -> np.ndarray:
-    """[m, 4] steps along the axes: one along one or two of them at once; up to two along both block axes at once; three
-    and four along one block axis."""
-    grid = np.stack(np.meshgrid(*[np.arange(-4, 5)] * len(KNOBS), indexing="ij"), -1).reshape(-1, len(KNOBS))
-    size, moved = abs(grid), (grid != 0).sum(-1)
-    pair = (size.max(-1) == 1) & (moved <= 2)
-    blocks = (size[:, 2:] == 0).all(-1) & (moved > 0) & ((size.max(-1) <= 2) | (moved == 1))
-    return grid[pair | blocks]
-
-
-MOVES = _moves()
-
-
-def neighbours(space: Space, points: Sequence[int]) -> np.ndarray:
-    """The lattice points that one of MOVES leads to, from any of these points."""
-    return space.points(space.places(points)[:, None] + MOVES)
-
-
-#: Points whose neighbours are tried at once.
-_KEEP = 8
-
-
-def polish(space: Space, price_points: Callable[[np.ndarray], bool], best: Callable[[int], Sequence[int]]):
-    """Price the neighbours of the best few points until those stay the same.
-
-    price_points: prices what it has not yet and is legal, false when the budget is spent; best(n): the n best points.
-    """
-    before: Sequence[int] = ()
-    while (now := best(_KEEP)) != before:
-        before = now
-        if not price_points(neighbours(space, now)):
-            return
+    """The lattice points nearest to real knobs [n, 8], of the first kind of plan, and the ones with either block on its
+    other side."""
+    u = np.where(_COUNT, knobs, np.log2(np.where(_COUNT, 1.0, knobs)))
+    places = [abs(axis[None] - column[:, None]).argmin(-1) for axis, column in zip(axes_of(space), u.T, strict=True)]
+    nearest = np.zeros((len(u), len(space.dims)), int)
+    nearest[:, : len(NUMBERS)] = np.stack(places, -1)
+    other = [nearest]
+    for i in range(2):
+        axis = axes_of(space)[i]
+        shift = np.zeros_like(nearest)
+        shift[:, i] = np.where(u[:, i] >= axis[nearest[:, i]], 1, -1)
+        other += [place + shift for place in other]
+    return space.points(np.stack(other))

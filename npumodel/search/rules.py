@@ -17,7 +17,7 @@ import numpy as np
 from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import illegal
 from npumodel.model.tiling import FRACTAL
-from npumodel.search.space import fitted, legal, padded, stacked
+from npumodel.search.space import SPLIT_KEYS, fitted, legal, padded, stacked
 from npumodel.tile import CORE_ORDERS, FUSIONS, TileConfig
 from npumodel.workload import AttentionShape
 
@@ -25,7 +25,9 @@ LEVELS = {"small": TileConfig(32, 32), "large": TileConfig(128, 128)}
 DEFAULT = TileConfig(128, 128)
 
 #: Policies: who picks a tile when none is given.
-POLICIES = ("auto", "rule", "default")
+POLICIES = ("auto", "rule", "cann", "default")
+#: Most queries of a decode step, and most scores of a block of the vendor's kernels.
+_DECODE, _MOST_SCORES = 16, 131_072
 
 _CURE = '"auto", "small", "large", a text like "128x512", a number of parts, (parts_q, parts_kv), or a TileConfig'
 
@@ -131,6 +133,43 @@ def rule_of_thumb(shape: AttentionShape) -> TileConfig:
     return DEFAULT
 
 
+def vendor_rule(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
+    """What the vendor's kernels do, as tiles of this model (ops-transformer's FlashAttentionScore and
+    IncreFlashAttention; shared notes on CANN, sections 2.1 and 2.3):
+
+      q_len 1..16       heads of a kv head packed, 512 keys a step; keys split over idle cores where batch * kv_heads is
+                        less than 0.4 of the cores
+      kv_len > 1024     128 queries x 128 keys, 8 (5 for 1025..1040 keys, 6 for 2049..2304 with head_dim 64) of them a
+                        step, Q K^T one step ahead
+      kv_len > 128      128 queries, up to 4 times as many while all cores stay busy and a block has at most 131,072
+                        scores; all keys in one step
+      else              one block
+
+    Assumed: pieces of 128 keys are `kv_pieces`, the kernel's ping-pong `buffers` 2. Not checked against the device.
+    """
+    group, cores = shape.q_heads // shape.kv_heads, int(device.cube_cores)
+    if shape.backward:
+        return fitted(TileConfig(128, 128), shape)
+    if shape.q_len <= _DECODE:
+        split = max(1, cores // (shape.batch * shape.kv_heads)) if shape.batch * shape.kv_heads < 0.4 * cores else 1
+        split = min(split, max(1, shape.kv_len // SPLIT_KEYS))
+        return fitted(TileConfig(16, 512, heads_packed=group, split_kv=split), shape)
+    if shape.kv_len > 1024:
+        pieces = 5 if shape.kv_len <= 1040 else 6 if 2049 <= shape.kv_len <= 2304 and shape.head_dim == 64 else 8
+        return fitted(TileConfig(128, 128 * pieces, kv_pieces=pieces), shape)
+    if shape.kv_len > 128:
+        ratio = 1
+        while ratio < 4 and _stays_busy(shape, cores, 128 * (ratio + 1)):
+            ratio += 1
+        return fitted(TileConfig(128 * ratio, padded(shape.kv_len)), shape)
+    return fitted(TileConfig(padded(shape.q_len), padded(shape.kv_len)), shape)
+
+
+def _stays_busy(shape: AttentionShape, cores: int, rows: int) -> bool:
+    tasks = shape.batch * shape.q_heads * math.ceil(shape.q_len / rows)
+    return tasks >= cores and rows * padded(shape.kv_len) <= _MOST_SCORES
+
+
 def default_tile(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
     """128 x 128, double buffered, lookahead 1, shrunk by `ladder` until it fits.
 
@@ -144,8 +183,15 @@ def rule_tile(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
     return shrunk([shape], device, [rule_of_thumb(shape)])[0]
 
 
+def vendor_tile(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
+    """The vendor's rule as a policy: its tile, shrunk by `ladder` until it fits. Raises as `default_tile`."""
+    return shrunk([shape], device, [vendor_rule(shape, device)])[0]
+
+
 def policy_tile(policy: str, shape: AttentionShape, device: DeviceSpec) -> TileConfig:
-    """The tile of policy "rule" or "default"."""
+    """The tile of policy "rule", "cann" or "default"."""
+    if policy == "cann":
+        return vendor_tile(shape, device)
     return {"rule": rule_tile, "default": default_tile}[policy](shape, device)
 
 
@@ -153,13 +199,15 @@ def ladder(tile: TileConfig, shape: AttentionShape) -> list[TileConfig]:
     """A tile and its smaller versions, in the order in which they are tried.
 
     Blocks are first cut to the lengths; then the larger one is halved (block_kv if equal) down to 16 x 16. If that is
-    not enough: the same with lookahead 0, and then with lookahead 0 and one buffer.
+    not enough: the same with lookahead 0, and then with lookahead 0 and one buffer. Pieces of K and V become fewer
+    where a block is no longer so many whole fractals.
     """
     sizes = [fitted(tile, shape)]
     while max(sizes[-1].block_q, sizes[-1].block_kv) > FRACTAL:
         last = sizes[-1]
         name = "block_q" if last.block_q > last.block_kv else "block_kv"
         sizes.append(last.replace(**{name: padded(math.ceil(getattr(last, name) / 2))}))
+    sizes = [size.replace(kv_pieces=math.gcd(size.kv_pieces, size.block_kv // FRACTAL) or 1) for size in sizes]
     plans = ({}, {"lookahead": 0}, {"lookahead": 0, "buffers": 1})
     return [size.replace(**plan) for plan in plans for size in sizes]
 
@@ -169,7 +217,7 @@ def shrunk(shapes: Sequence[AttentionShape], device: DeviceSpec, tiles: Sequence
 
     Raises ValueError for a shape on which nothing fits.
     """
-    chosen = [fitted(tile, shape) for tile, shape in zip(tiles, shapes, strict=True)]
+    chosen = [ladder(tile, shape)[0] for tile, shape in zip(tiles, shapes, strict=True)]
     for i in np.flatnonzero(~legal(shapes, stacked(chosen), device)).tolist():
         steps = ladder(chosen[i], shapes[i])
         fit = legal([shapes[i]], stacked(steps), device)
@@ -183,4 +231,9 @@ def require_legal(shape: AttentionShape, device: DeviceSpec, tile: TileConfig):
     """Raise the model's ValueError (buffer, bytes needed, bytes available) when a tile does not fit."""
     problems = illegal(shape, device, tile)
     if problems:
-        raise ValueError(f"tile {tile.label} does not fit on {device.name or 'this device'}: " + "; ".join(problems))
+        raise ValueError(f"{does_not_fit(tile, device)}: " + "; ".join(problems))
+
+
+def does_not_fit(tile: TileConfig, device: DeviceSpec) -> str:
+    """The beginning of a sentence."""
+    return f"tile {tile.label} does not fit on {device.name or 'this device'}"

@@ -1,9 +1,11 @@
-"""The search space of a tile, which of its points are legal, and the exact price of many points at once.
+"""The search space of a tile, which of its points are legal and why not, and the exact price of many points at once.
 
-    candidates = block_q lattice x block_kv lattice x buffers x lookahead
+    points = block_q x block_kv x kv_pieces x buffers x lookahead x heads_packed x split_kv x cores
+             x fusion x core_order x persistent
 
-Everything that depends on the model is batched: one compiled function per architecture and mask serves every device,
-dtype, shape and tile, because they are all traced reals.
+Everything that depends on the model is batched: one compiled function per architecture, mask and kind of plan (fusion,
+core order, persistent or not, K and V whole or in pieces) serves every device, dtype, shape and tile, because they are
+all traced reals.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,13 +28,16 @@ from npumodel.hardware.spec import OPTIONAL
 from npumodel.model import tiling
 from npumodel.model.cost import Options, price
 from npumodel.model.durations import TimeConstants, time_constants
+from npumodel.model.estimate import misfits
 from npumodel.model.graph import compile_graph
 from npumodel.model.tiling import FRACTAL, Problem
-from npumodel.tile import MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
+from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
-#: The searched knobs, in the order of a point's coordinates.
-KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
+#: Knobs that are numbers, and those that choose another program to compile; together the axes of a space.
+NUMBERS = ("block_q", "block_kv", "kv_pieces", "buffers", "lookahead", "heads_packed", "split_kv", "cores")
+KINDS = ("fusion", "core_order", "persistent")
+KNOBS = NUMBERS + KINDS
 #: Buffers of a core, and the memory, in the order of the columns of `needs`.
 BUFFERS = ("L1", "L0A", "L0B", "L0C", "UB", "HBM")
 
@@ -41,6 +46,12 @@ _FINE = 128
 _PER_OCTAVE = 4
 #: Balanced cuts on the lattice: the sizes that cut a length into 1 .. this many equal blocks.
 _PARTS = 8
+#: Most parts of split keys, and the fewest keys of one.
+MOST_SPLIT, SPLIT_KEYS = 32, 128
+#: Pieces of K and V (vendor: 8 of 128 keys).
+_PIECES = (1, 2, 4, 8)
+#: Shares of a chip's cores, beside all of them and a single one.
+_SHARES = (3 / 4, 1 / 2, 1 / 4, 1 / 8)
 
 #: Points that a compiled function takes (the rest is padding), and points that it works on at once.
 BATCH = 2048
@@ -69,20 +80,67 @@ def lattice(length: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """All combinations of the knobs' values, each ascending. Points are numbered lexicographically from 0."""
+    """All combinations of the knobs' values, every axis in one direction, the plainest value first where there is one.
+    Points are numbered lexicographically from 0, in the order of KNOBS."""
 
     block_q: tuple[int, ...]
     block_kv: tuple[int, ...]
+    kv_pieces: tuple[int, ...] = (1,)
     buffers: tuple[int, ...] = tuple(range(1, MAX_BUFFERS + 1))
     lookahead: tuple[int, ...] = tuple(range(MAX_LOOKAHEAD + 1))
+    heads_packed: tuple[int, ...] = (1,)
+    split_kv: tuple[int, ...] = (1,)
+    cores: tuple[int, ...] = (ALL_CORES,)
+    fusion: tuple[str, ...] = ("fused",)
+    core_order: tuple[str, ...] = ("balanced",)
+    persistent: tuple[bool, ...] = (False,)
 
     @classmethod
-    def of(cls, shape: AttentionShape) -> Space:
-        """The space of one call; one-block tiles (at least as large as the sequence) are in it."""
-        return cls(lattice(shape.q_len), lattice(shape.kv_len))
+    def of(cls, shape: AttentionShape, device: DeviceSpec) -> Space:
+        """The space that `tune` searches: all numbers, of a fused kernel, its tasks balanced and drained, K and V
+        whole. One-block tiles (at least as large as the sequence) are in it."""
+        blocks = lattice(shape.q_len), lattice(shape.kv_len)
+        if shape.backward:
+            return cls(*blocks)
+        group, most = shape.q_heads // shape.kv_heads, min(MOST_SPLIT, shape.kv_len // SPLIT_KEYS)
+        count = int(device.cube_cores)
+        shares = {max(1, math.ceil(count * share)) for share in _SHARES} | {1}
+        return cls(
+            *blocks,
+            heads_packed=tuple(n for n in range(1, group + 1) if group % n == 0),
+            split_kv=tuple(2**i for i in range(max(1, most).bit_length())),
+            cores=(ALL_CORES, *sorted(shares - {count}, reverse=True)),
+        )
+
+    @classmethod
+    def full(cls, shape: AttentionShape, device: DeviceSpec) -> Space:
+        """Every knob of the model: also K and V in pieces, partly fused and unfused plans, all core orders, persistent
+        tasks. A compilation for each kind of plan."""
+        here = cls.of(shape, device)
+        if shape.backward:
+            return dataclasses.replace(here, core_order=CORE_ORDERS)
+        kinds: dict[str, Any] = {"fusion": FUSIONS, "core_order": CORE_ORDERS, "persistent": (False, True)}
+        return dataclasses.replace(here, kv_pieces=_PIECES, **kinds)
+
+    def restrict(self, **axes: Iterable[Any]) -> Space:
+        """The space with only these values along some axes, on the lattice or not: restrict(block_q=[64, 128]).
+
+        Raises ValueError for a knob that is none, an empty axis, a value given twice, and one that no tile can have.
+        """
+        found: dict[str, tuple] = {}
+        for name, values in axes.items():
+            if name not in KNOBS:
+                raise ValueError(f"restrict: expected knobs out of {', '.join(KNOBS)}, got {name!r}")
+            single = isinstance(values, str) or not isinstance(values, Iterable)
+            found[name] = (values,) if single else tuple(np.asarray(list(values)).tolist())
+            if not found[name] or len(set(found[name])) != len(found[name]):
+                raise ValueError(f"restrict: expected distinct values of {name}, at least one, got {values!r}")
+            for value in found[name]:
+                TileConfig(**{"block_q": 16, "block_kv": 16, name: value})
+        return dataclasses.replace(self, **found)
 
     @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
+    def axes(self) -> tuple[tuple, ...]:
         return tuple(getattr(self, name) for name in KNOBS)
 
     @property
@@ -93,16 +151,33 @@ class Space:
     def size(self) -> int:
         return math.prod(self.dims)
 
-    def enumerate(self) -> TileConfig:
-        """Every point, as a TileConfig of arrays [size]."""
-        return self.at(np.arange(self.size))
+    def enumerate(self, count: int = BATCH) -> Iterator[np.ndarray]:
+        """The numbers of all points, ascending, at most `count` at a time."""
+        return (np.arange(start, min(start + count, self.size)) for start in range(0, self.size, count))
+
+    def sample(self, count: int, seed: int = 0) -> np.ndarray:
+        """The numbers of `count` random points [count], legal or not; the same for a seed."""
+        return np.random.default_rng(seed).integers(0, self.size, count)
 
     def at(self, points: Any) -> TileConfig:
-        """The tiles of these points (numbers [n]), as a TileConfig of arrays [n]."""
-        places = np.unravel_index(np.asarray(points, int), self.dims)
-        values = [np.asarray(axis)[place] for axis, place in zip(self.axes, places, strict=True)]
-        columns: dict[str, Any] = dict(zip(KNOBS, values, strict=True))
-        return TileConfig(**columns)
+        """The tiles of these points (numbers [n]), as a TileConfig of arrays [n]. They must be of one kind."""
+        places = self.places(points)
+        values: dict[str, Any] = {
+            name: np.asarray(axis)[places[:, i]] for i, (name, axis) in enumerate(zip(KNOBS, self.axes, strict=True))
+        }
+        for name in KINDS:
+            if len(set(values[name].tolist())) > 1:
+                raise ValueError(f"at: expected points of one {name}, got {sorted(set(values[name].tolist()))}")
+            values[name] = self.axes[KNOBS.index(name)][places[0, KNOBS.index(name)] if len(places) else 0]
+        return TileConfig(**values)
+
+    def by_kind(self, points: Any) -> Iterator[tuple[np.ndarray, TileConfig]]:
+        """The points split by kind: (their positions in `points`, their tiles)."""
+        points = np.asarray(points, np.int64)
+        kinds = points % math.prod(self.dims[len(NUMBERS) :])
+        for kind in np.unique(kinds):
+            here = np.flatnonzero(kinds == kind)
+            yield here, self.at(points[here])
 
     def tile(self, point: int) -> TileConfig:
         """The plain tile of one point."""
@@ -110,30 +185,58 @@ class Space:
 
     def point(self, tile: TileConfig) -> int:
         """The number of a plain tile. Raises ValueError for one that is not on the lattice."""
-        places = [axis.index(int(getattr(tile, name))) for name, axis in zip(KNOBS, self.axes, strict=True)]
+        places = [axis.index(getattr(tile, name)) for name, axis in zip(KNOBS, self.axes, strict=True)]
         return int(np.ravel_multi_index(places, self.dims))
 
+    def nearest(self, tile: TileConfig) -> int:
+        """The number of the point nearest to a tile: of each axis the value nearest in octaves; of a kind of plan that
+        is not in the space, the first."""
+        places = []
+        for name, axis in zip(KNOBS, self.axes, strict=True):
+            value = getattr(tile, name)
+            if name in KINDS:
+                places.append(axis.index(value) if value in axis else 0)
+            else:
+                places.append(int(abs(np.log2(np.array(axis) + 1.0) - math.log2(value + 1)).argmin()))
+        return int(np.ravel_multi_index(places, self.dims))
+
+    def __contains__(self, tile: TileConfig) -> bool:
+        return all(getattr(tile, name) in axis for name, axis in zip(KNOBS, self.axes, strict=True))
+
     def places(self, points: Any) -> np.ndarray:
-        """Positions of these points along each axis [n, 4]."""
-        return np.stack(np.unravel_index(np.asarray(points, int), self.dims), -1)
+        """Positions of these points along each axis [n, 11]."""
+        return np.stack(np.unravel_index(np.asarray(points, np.int64), self.dims), -1)
 
     def points(self, places: np.ndarray) -> np.ndarray:
-        """The distinct points at these positions [..., 4], ascending; positions outside are left out."""
+        """The distinct points at these positions [..., 11], ascending; positions outside are left out."""
         places = places.reshape(-1, len(KNOBS))
         inside = ((places >= 0) & (places < np.asarray(self.dims))).all(-1)
         return np.unique(np.ravel_multi_index(places[inside].T, self.dims))
 
+    def why_not(self, shape: AttentionShape, device: DeviceSpec, points: Any) -> list[list[str]]:
+        """For each of these points what is wrong with it, in sentences that name the knob or the buffer; empty where it
+        is legal."""
+
+        def wrong(point: int) -> list[str]:
+            try:
+                return misfits(shape, device, self.tile(point))
+            except ValueError as error:  # knobs that exclude each other
+                return [str(error)]
+
+        return [wrong(point) for point in np.asarray(points, np.int64).tolist()]
+
 
 def plain(tiles: TileConfig, i: int) -> TileConfig:
     """Tile number i of a TileConfig of arrays, as plain integers."""
-    values: dict[str, Any] = {name: int(getattr(tiles, name)[i]) for name in KNOBS}
-    return TileConfig(**values, fusion=tiles.fusion)
+    return tiles.replace(**{name: int(getattr(tiles, name)[i]) for name in NUMBERS})
 
 
 def stacked(tiles: Sequence[TileConfig]) -> TileConfig:
-    """Plain tiles as a TileConfig of arrays [n]. The search covers the fused kernel only."""
-    columns: dict[str, Any] = {name: np.array([getattr(tile, name) for tile in tiles]) for name in KNOBS}
-    return TileConfig(**columns)
+    """Plain tiles of one kind as a TileConfig of arrays [n]. Raises ValueError where they are not."""
+    if len({tuple(getattr(tile, name) for name in KINDS) for tile in tiles}) > 1:
+        raise ValueError(f"stacked: expected tiles of one kind ({', '.join(KINDS)}), got {[t.label for t in tiles]}")
+    columns: dict[str, Any] = {name: np.array([getattr(tile, name) for tile in tiles]) for name in NUMBERS}
+    return tiles[0].replace(**columns)
 
 
 def fitted(tile: TileConfig, shape: AttentionShape) -> TileConfig:
@@ -203,7 +306,8 @@ def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpe
     """
     c = chip(device, shapes[0].dtype)
     run = functools.partial(_needs, c.d, masked=_masked(shapes))
-    return _in_batches(run, shapes, tiles, np.zeros((0, len(BUFFERS))))
+    any_order = tiles.replace(core_order=CORE_ORDERS[0])  # the same program for all
+    return _in_batches(run, shapes, any_order, np.zeros((0, len(BUFFERS))))
 
 
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
@@ -217,8 +321,24 @@ def rejected(fit: np.ndarray) -> dict[str, int]:
 
 
 def legal(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
-    """Whether each tile [n] fits: [n]. Raises ValueError when the device does not multiply the dtype."""
-    return np.asarray(fits(needs(shapes, tiles, device), device, shapes[0].dtype).all(-1))
+    """Whether each tile [n] is possible for its call and fits: [n].
+
+    Raises ValueError when the device does not multiply the dtype.
+    """
+    fit = fits(needs(shapes, tiles, device), device, shapes[0].dtype).all(-1)
+    return np.asarray(fit & possible(shapes, tiles))
+
+
+def possible(shapes: Sequence[AttentionShape], tiles: TileConfig) -> np.ndarray:
+    """Whether the knobs of each tile [n] go together, and with its call: [n]; see `model.estimate.misfits`."""
+    group = np.array([shape.q_heads // shape.kv_heads for shape in shapes])
+    backward = np.array([shape.backward for shape in shapes])
+    plain_plan = (tiles.heads_packed == 1) & (tiles.split_kv == 1) & (tiles.kv_pieces == 1)
+    whole = (tiles.split_kv == 1) & (tiles.kv_pieces == 1)
+    good = (group % tiles.heads_packed == 0) & (plain_plan | ~backward)
+    good &= (tiles.kv_pieces == 1) | (tiles.block_kv % (FRACTAL * tiles.kv_pieces) == 0)
+    kind = (tiles.fusion == "fused" and not tiles.persistent) | ~backward
+    return np.asarray(good & kind & (whole if tiles.fusion != "fused" else True))
 
 
 def exact_seconds(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
@@ -226,10 +346,25 @@ def exact_seconds(shapes: Sequence[AttentionShape], tiles: TileConfig, device: D
     c = chip(device, shapes[0].dtype)
 
     def run(p: Problem, part: TileConfig):
-        return _seconds(c.t, c.d, p, part, -(-_count(part) // CHUNK), masked=_masked(shapes))
+        in_pieces = bool((part.kv_pieces != 1).any())
+        return _seconds(c.t, c.d, p, part, -(-_count(part) // CHUNK), masked=_masked(shapes), in_pieces=in_pieces)
 
-    seconds = _in_batches(run, shapes, tiles, np.zeros(0))
-    return np.where(np.isfinite(seconds), seconds, np.inf)
+    n = _count(tiles)
+    pieces = np.broadcast_to(tiles.kv_pieces, n) != 1
+    if not pieces.any() or pieces.all():
+        seconds = _in_batches(run, shapes, tiles, np.zeros(0))
+        return np.where(np.isfinite(seconds), seconds, np.inf)
+    seconds = np.empty(n)  # a price does not depend on what else is in the batch, nor on which program that needs
+    tiles = jax.tree.map(lambda x: np.broadcast_to(x, n), tiles)
+    for some in (np.flatnonzero(pieces), np.flatnonzero(~pieces)):
+        few = shapes if len(shapes) == 1 else [shapes[i] for i in some.tolist()]
+        seconds[some] = exact_seconds(few, jax.tree.map(operator.itemgetter(some), tiles), device)
+    return seconds
+
+
+def seconds_of(shape: AttentionShape, tiles: Sequence[TileConfig], device: DeviceSpec) -> list[float]:
+    """Exact price of plain tiles of any kinds, in seconds."""
+    return [float(exact_seconds([shape], stacked([tile]), device)[0]) for tile in tiles]
 
 
 def _masked(shapes: Sequence[AttentionShape]) -> bool:
@@ -270,8 +405,8 @@ def _needs(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
     return _needs_jit(d, *jax.tree.map(_filled, (p, tiles)), masked=masked)
 
 
-def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks: int, masked: bool):
-    return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), np.int32(chunks), masked=masked)
+def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks: int, **static: bool):
+    return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), np.int32(chunks), **static)
 
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
@@ -288,12 +423,14 @@ def _needs_jit(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
     return footprint(p, tiles, d, masked).T
 
 
-@functools.partial(jax.jit, static_argnames="masked")
-def _seconds_jit(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks, masked: bool):
+@functools.partial(jax.jit, static_argnames=("masked", "in_pieces"))
+def _seconds_jit(
+    t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks, masked: bool, in_pieces: bool
+):
     """Prices of the first `chunks` * CHUNK points, the rest infinite. A loop, so that few points cost little."""
 
     def one(p: Problem, tiles: TileConfig):
-        return price(t, p, tiles, d, Options("", masked, waits=False)).seconds
+        return price(t, p, tiles, d, Options("", masked, waits=False, in_pieces=in_pieces)).seconds
 
     def body(i, out):
         part = jax.tree.map(lambda x: jax.lax.dynamic_slice(x, (i * CHUNK,), (CHUNK,)), (p, tiles))

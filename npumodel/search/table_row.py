@@ -29,8 +29,11 @@ KERNEL = "flash_attention_fwd"
 EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group", "window", "softcap", "v_in_k", "backward")
 BUCKET = ("q_len", "kv_len", "batch_heads")
 
-_KNOBS = ("block_q", "block_kv", "buffers", "lookahead")
-_CONFIG = (*_KNOBS, "fusion")
+#: Knobs of a config: those that every row has, and those that it has where they are not at their default.
+_ALWAYS = ("block_q", "block_kv", "buffers", "lookahead", "fusion")
+_KNOBS = tuple(field.name for field in dataclasses.fields(TileConfig))
+_NUMBERS = tuple(name for name in _KNOBS if name not in ("fusion", "core_order", "persistent"))
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TileConfig)}
 _FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us", "bound", "evals", "complete")
 
 
@@ -172,7 +175,7 @@ class Entry:
                 raise ValueError(f"key.{name}: expected a string, a number or null, got {value!r}")
         for name in BUCKET:
             _check(f"key.{name}", self.key.get(name), int)
-        for name in _KNOBS:
+        for name in _NUMBERS:
             _check(name, getattr(self.tile, name), int, zero=name == "lookahead")
         for name in ("default_us", "rule_us", "runner_up_us"):
             if getattr(self, name) is not None:
@@ -199,7 +202,7 @@ class Entry:
         **extra,
     ) -> Entry:
         """The row of one search result. Times in seconds, kept as microseconds with 9 digits; `extra`: JSON values."""
-        plain = tile.replace(**{name: _plain(getattr(tile, name)) for name in _KNOBS})
+        plain = tile.replace(**{name: _plain(getattr(tile, name)) for name in _NUMBERS})
         waits = {stage: _us(wait) for stage, wait in (dma_wait_s or {}).items()}
         default, rule, runner_up = (None if time is None else _us(time) for time in (default_s, rule_s, runner_up_s))
         count = None if evals is None else int(evals)
@@ -224,7 +227,7 @@ class Entry:
         if not isinstance(row, dict) or not all(isinstance(row.get(name, {}), dict) for name in ("key", "config")):
             raise ValueError("expected an object with a key and a config")
         config, fields = row.get("config", {}), {name: row[name] for name in _FIELDS if name in row}
-        if unknown := sorted(set(config) - set(_CONFIG)):
+        if unknown := sorted(set(config) - set(_KNOBS)):
             raise ValueError(f"config: {', '.join(unknown)} is not known here; update npumodel to use the row")
         extra = {name: value for name, value in row.items() if name not in (*_FIELDS, "key", "config")}
         try:
@@ -235,7 +238,8 @@ class Entry:
     def to_row(self) -> dict[str, Any]:
         """The row of the file."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        config = {name: getattr(self.tile, name) for name in _CONFIG}
+        knobs = {name: getattr(self.tile, name) for name in _KNOBS}
+        config = {name: value for name, value in knobs.items() if name in _ALWAYS or value != _DEFAULTS[name]}
         return {**self.extra, "key": self.key, "config": config, **fields}
 
     @property

@@ -9,38 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import Cost, estimate, too_large
 from npumodel.search import gradient
-from npumodel.search.auto import candidates
+from npumodel.search.auto import by_model, candidates
+from npumodel.search.ledger import Ledger, Priced, Progress
 from npumodel.search.rules import default_tile, rule_tile
-from npumodel.search.space import Space, exact_seconds, fits, needs, rejected
+from npumodel.search.space import Space, seconds_of
+from npumodel.search.strategies import STRATEGIES
 from npumodel.search.table import Entry, Header, TileTable
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-STRATEGIES = ("gradient", "exhaustive")
-
-#: Points priced between two looks at the clock, when there is a time limit or somebody who wants to see progress.
-_LOOK = 512
-#: Steps of the descent between two looks.
-_SEGMENT = 8
-#: Legal points that are simply all priced: a descent takes more evaluations.
-_WHOLE = gradient.GRADIENT_EVALS * gradient.STARTS * gradient.STEPS
-
-Progress = Callable[[int, int, float], object]
-
-
-class Priced(NamedTuple):
-    """A tile and its exact price in seconds."""
-
-    tile: TileConfig
-    seconds: float
+#: Spaces that are simply priced whole: other strategies would take about as long.
+_WHOLE = 2048
+#: Priced points that are looked at for near ties, and how much slower those may be.
+_NEAR, NEAR_TIE = 16, 0.01
+#: The one that comes nearest to the optimum for what it costs: see `experiments/bench_search.py`.
+DEFAULT_STRATEGY = "coordinate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +42,11 @@ class TuneResult:
     default, rule   the default tile and the rule of thumb's, both legal
     auto            what tile_level="auto" takes without a table; the result is never slower than these three
     runner_up       the second-best candidate (None if there was only one)
+    near_ties       the next best ones (at most 15) that are no more than 1 % slower
     evals           prices computed; one with its gradient counts as 3
-    space_size      points of the space; rejected: how many each buffer refuses (a point may be refused by several)
+    space_size      points of the space
+    rejected        of the points looked at, how many each buffer refuses (a point may be refused by several), and
+                    "knobs": how many have values that exclude each other
     elapsed         wall time of the search, compilation included, the exhaustive check not
     strategy        the one that was used: a space smaller than a descent is priced whole
     history         path of the descent (None without one)
@@ -68,6 +62,7 @@ class TuneResult:
     rule: Priced
     auto: Priced
     runner_up: Priced | None
+    near_ties: tuple[Priced, ...]
     evals: int
     space_size: int
     rejected: dict[str, int]
@@ -172,63 +167,6 @@ def _entry(header: Header, r: TuneResult, explain: bool) -> Entry:
 # The search ----------------------------------------------------------------------------------------------------------
 
 
-class Ledger:
-    """What a search has priced so far, and its budget. The only thing here that changes.
-
-    seconds [size]: nan until priced; need [size, 6]: bytes per buffer; legal [size].
-    """
-
-    def __init__(self, shape, device, max_evals=None, deadline=None, progress: Progress | None = None, total=0):
-        self.shape, self.device, self.space = shape, device, Space.of(shape)
-        self.need = needs([shape], self.space.enumerate(), device)
-        self.fits = fits(self.need, device, shape.dtype)
-        self.legal = np.asarray(self.fits.all(-1))
-        self.seconds = np.full(self.space.size, np.nan)
-        self.max_evals, self.deadline, self.progress = max_evals, deadline, progress
-        self.evals, self.total = 0, total or int(self.legal.sum())
-        self.complete = True
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether somebody wants the search to look up from its work now and then."""
-        return self.deadline is not None or self.progress is not None
-
-    def left(self) -> float:
-        """Evaluations that the budget still allows."""
-        late = self.deadline is not None and time.perf_counter() >= self.deadline
-        return 0 if late else np.inf if self.max_evals is None else max(0, self.max_evals - self.evals)
-
-    def spend(self, evals: int) -> bool:
-        """Count evaluations and report them; whether there is budget left."""
-        self.evals += evals
-        if self.progress is not None:
-            self.progress(self.evals, max(self.total, self.evals), float(np.nanmin(self.seconds)))
-        return self.left() > 0
-
-    def price(self, points: np.ndarray, always: bool = False) -> bool:
-        """Price these points, if legal, new, and (unless `always`) in the budget; whether the budget sufficed."""
-        todo = np.asarray(points, int)
-        todo = todo[self.legal[todo] & np.isnan(self.seconds[todo])]
-        while len(todo):
-            look = _LOOK if self.looks_up else len(todo)
-            now, todo = np.split(todo, [int(min(look, len(todo) if always else self.left()))])
-            if not len(now):
-                self.complete = False
-                return False
-            self.seconds[now] = exact_seconds([self.shape], self.space.at(now), self.device)
-            self.spend(len(now))
-        return True
-
-    def best(self, count: int) -> list[int]:
-        """The best points so far: by cost, then bytes of L1, then their number (which is lexicographic)."""
-        known = np.flatnonzero(~np.isnan(self.seconds))
-        order = np.lexsort((known, self.need[known, 0], self.seconds[known]))
-        return known[order[:count]].tolist()
-
-    def priced(self, point: int) -> Priced:
-        return Priced(self.space.tile(point), float(self.seconds[point]))
-
-
 @overload
 def tune(shape: AttentionShape, device: DeviceSpec, **options) -> TuneResult: ...
 @overload
@@ -236,14 +174,17 @@ def tune(shape: Sequence[AttentionShape], device: DeviceSpec, **options) -> Tune
 def tune(shape, device, **options):
     """Find the fastest legal tile of a call (or of each of several: TuneResults) on `device`.
 
-    seed        of the starting points; the result is deterministic for a seed
-    strategy    "gradient" (module `gradient`) or "exhaustive" (every legal point of the space)
+    space       a `space.Space`, or values of some knobs to keep to, as `Space.restrict` takes them:
+                {"block_q": [64, 128]}; else `Space.of` the call
+    seed        of what is random; the result is deterministic for a seed
+    strategy    one of `strategies.STRATEGIES`
     max_evals   most prices to compute, for each shape; one with its gradient counts as 3
     time_limit  seconds, for each shape, looked at between compiled calls (the first of an architecture compiles)
     progress    called as progress(evaluations done, expected, best seconds so far)
     exhaustive  also price the whole space, for `gap`; outside the budget
 
-    A budget that runs out gives the best tile so far, `complete=False`; what "auto" chooses from is always priced.
+    A budget that runs out gives the best tile so far, `complete=False`; so does Ctrl-C, once something is priced. What
+    "auto" chooses from is always priced, as far as it is in the space.
     Raises ValueError for an unknown strategy or a bad budget, when no tile is legal (the buffer, bytes needed and
     available), and when the device does not multiply the dtype.
     """
@@ -256,8 +197,9 @@ def _tune(
     shape: AttentionShape,
     device: DeviceSpec,
     *,
+    space: Space | Mapping[str, Any] | None = None,
     seed: int = 0,
-    strategy: str = "gradient",
+    strategy: str = DEFAULT_STRATEGY,
     max_evals: int | None = None,
     time_limit: float | None = None,
     progress: Progress | None = None,
@@ -265,32 +207,42 @@ def _tune(
 ) -> TuneResult:
     _check(strategy, max_evals, time_limit)
     begin = time.perf_counter()
+    here = space if isinstance(space, Space) else Space.of(shape, device).restrict(**(space or {}))
     named = default_tile(shape, device), rule_tile(shape, device)
-    ledger = Ledger(shape, device, max_evals, None if time_limit is None else begin + time_limit, progress)
-    default, rule = (ledger.space.point(tile) for tile in named)
-    plans = np.unique([ledger.space.point(tile) for tile in candidates(shape, *named)])  # default and rule among them
-    ledger.price(plans, always=True)
-    auto = ledger.best(1)[0]  # what "auto" takes without a table
-    strategy = "exhaustive" if ledger.legal.sum() <= _WHOLE else strategy
-    history = _by_gradient(ledger, seed, named) if strategy == "gradient" else _by_all(ledger, seed)
-    best, *others = ledger.best(2)
+    auto = by_model([shape], device)[0].tile
+    default, rule, chosen = map(Priced, (*named, auto), seconds_of(shape, (*named, auto), device))
+    ledger = Ledger(shape, device, here, max_evals, None if time_limit is None else begin + time_limit, progress)
+    plans = [here.point(tile) for tile in candidates(shape, device, *named) if tile in here]
+    ledger.price(np.array(plans, np.int64), always=True)
+    strategy = "exhaustive" if here.size <= _WHOLE else strategy
+    try:
+        history = STRATEGIES[strategy](ledger, seed, named)
+    except KeyboardInterrupt:
+        if not len(ledger.best(1)):
+            raise
+        history, ledger.complete = None, False
+    near = [ledger.priced(point) for point in ledger.best(_NEAR)]
+    if not near:
+        raise ValueError(_nothing(here, shape, device, ledger))
+    best, *others = near
     return TuneResult(
         shape,
         device,
-        *ledger.priced(best),
-        default=ledger.priced(default),
-        rule=ledger.priced(rule),
-        auto=ledger.priced(auto),
-        runner_up=ledger.priced(others[0]) if others else None,
+        *best,
+        default=default,
+        rule=rule,
+        auto=chosen,
+        runner_up=others[0] if others else None,
+        near_ties=tuple(other for other in others if other.seconds <= best.seconds * (1 + NEAR_TIE)),
         evals=ledger.evals,
-        space_size=ledger.space.size,
-        rejected=rejected(ledger.fits),
+        space_size=here.size,
+        rejected=ledger.rejected,
         elapsed=time.perf_counter() - begin,
         strategy=strategy,
         seed=seed,
         complete=ledger.complete,
         history=history,
-        optimum=_optimum(ledger) if exhaustive or (strategy == "exhaustive" and ledger.complete) else None,
+        optimum=_optimum(ledger, strategy) if exhaustive or (strategy == "exhaustive" and ledger.complete) else None,
     )
 
 
@@ -302,38 +254,17 @@ def _check(strategy, max_evals, time_limit):
             raise ValueError(f"{name}: expected a number > 0 or None, got {value!r}")
 
 
-def _by_all(ledger: Ledger, seed: int) -> None:
-    """Every legal point, in an order that a budget may cut anywhere."""
-    ledger.price(np.random.default_rng(seed).permutation(np.flatnonzero(ledger.legal)))
+def _nothing(space: Space, shape: AttentionShape, device: DeviceSpec, ledger: Ledger) -> str:
+    why = "; ".join(space.why_not(shape, device, [0])[0])
+    counts = ", ".join(f"{name} refuses {count:,}" for name, count in ledger.rejected.items())
+    seen = f"the {len(ledger.points):,} of {space.size:,} looked at"
+    return f"space: expected a legal point, got none among {seen} ({counts}); the first: {why}"
 
 
-def _by_gradient(ledger: Ledger, seed: int, anchors: tuple[TileConfig, TileConfig]) -> gradient.Path:
-    """Descend, round, polish. A budget leaves a third for what follows the descent."""
-    per_step = gradient.GRADIENT_EVALS * gradient.STARTS
-    steps = int(min(gradient.STEPS, ledger.left() * 2 // (3 * per_step)))
-    ledger.complete &= steps == gradient.STEPS
-    ledger.total = steps * per_step + _LOOK
-    done = 0
-
-    def stop(now: int) -> bool:
-        nonlocal done
-        done, fresh = now, now - done
-        return not ledger.spend(fresh * per_step)
-
-    starts = gradient.spread(ledger.space, seed, anchors)
-    segment = _SEGMENT if ledger.looks_up else None
-    path = gradient.descend(ledger.shape, ledger.device, ledger.space, starts, steps, segment, stop)
-    ledger.complete &= len(path.seconds) == gradient.STEPS
-    ledger.spend((len(path.seconds) - done) * per_step)
-    ends = gradient.rounded(ledger.space, path.end)
-    if ledger.price(np.union1d(ends, gradient.scattered(ledger.space, seed))):
-        gradient.polish(ledger.space, ledger.price, ledger.best)
-    return path
-
-
-def _optimum(ledger: Ledger) -> Priced:
+def _optimum(ledger: Ledger, strategy: str) -> Priced:
     """The best of the whole space, whatever the budget was."""
-    rest = Ledger(ledger.shape, ledger.device)
-    rest.seconds = ledger.seconds.copy()
-    rest.price(np.flatnonzero(rest.legal))
-    return rest.priced(rest.best(1)[0])
+    rest = ledger
+    if strategy != "exhaustive" or not ledger.complete:
+        rest = Ledger(ledger.shape, ledger.device, ledger.space)
+        STRATEGIES["exhaustive"](rest, 0, ())
+    return rest.priced(int(rest.best(1)[0]))
