@@ -109,7 +109,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+#: What they have is in other cases, or in the tests of masks.
+SLOW = ("segments", "capped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 @random(max_examples=4)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_output_lse_and_gradients_are_the_sums_written_out(name, data, seed):
