@@ -17,8 +17,6 @@ from npumodel.attention import Arguments, blocked_attention, reference_attention
 from npumodel.attention.call import prepared
 from npumodel.attention.dropout import kept
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 blocked = partial(jitted, block_q=4, block_kv=3)
 random = partial(settings, derandomize=True, deadline=None, phases=[Phase.generate])  # a smaller example: a compilation
 
@@ -111,7 +109,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+#: What they have is in other cases, or in the tests of masks.
+SLOW = ("segments", "capped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 @random(max_examples=4)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_output_lse_and_gradients_are_the_sums_written_out(name, data, seed):
@@ -201,17 +205,21 @@ def test_the_gradient_of_the_oracle_is_that_of_its_output():
 # Tiles ---------------------------------------------------------------------------------------------------------------
 
 
-def test_all_tiles_agree_within_rounding():
+@pytest.mark.parametrize(
+    "blocks",
+    [(1, 1), (5, 2), *(pytest.param(blocks, marks=pytest.mark.slow) for blocks in ((9, 100), (1, 4)))],
+    ids=str,
+)
+def test_all_tiles_agree_within_rounding(blocks):
     args = inputs(**GQA)
     options = dict(is_causal=True, kv_lengths=np.array([11, 6]), bias=mask_of("float32", (1, 4, 9, 11)))
-    for blocks in ((1, 1), (9, 100), (5, 2), (1, 4)):
-        check(*args, blocks=blocks, **options)
+    check(*args, blocks=blocks, **options)
 
 
 def test_blocked_is_the_reference_at_an_odd_length():
     args = inputs(sq=4097, d=8)
     got = jitted(*args, is_causal=True, block_q=512, block_kv=512)
-    want = np.asarray(reference_attention(*args, is_causal=True)).astype(np.float64)
+    want = np.asarray(jax.jit(partial(reference_attention, is_causal=True))(*args)).astype(np.float64)
     assert_within(got, want, 2 * largest(args[2]) * rounding(*args)[0])
 
 
@@ -296,7 +304,7 @@ def test_dropout_of_rate_0_is_none():
     assert not np.array_equal(blocked(*args, dropout_rate=0.5, dropout_key=key), want)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])
 def test_a_key_of_any_generator_is_taken_raw_or_not_whatever_the_default(impl):
     args = inputs(**GQA)
     keys = jax.random.key(7, impl=impl), jax.random.PRNGKey(7, impl=impl)

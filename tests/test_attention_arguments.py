@@ -163,8 +163,9 @@ def test_a_wrong_argument_is_named(change, message):
 )
 def test_numbers_may_come_in_any_form(given):
     call = dict(q=X, k=X, v=X + 2) | given
-    out = blocked_attention(**call, block_q=4, block_kv=4)
-    assert isinstance(out, jax.Array) and out.shape == call["q"].shape
+    numbers = {name: x for name, x in call.items() if name not in "qkv"}  # known, while the arrays are traced
+    run = partial(blocked_attention, **numbers, block_q=4, block_kv=4)
+    assert jax.eval_shape(run, *(call[name] for name in "qkv")).shape == call["q"].shape
 
 
 def test_numpy_arrays_are_accepted():
@@ -199,10 +200,13 @@ def test_the_cures_of_wrong_shapes_work():
     """What the messages tell to write gives a call, and the numbers that were meant."""
     x = np.random.default_rng(0).normal(size=X.shape).astype(np.float32)
     run = partial(blocked_attention, x, x, x, block_q=4, block_kv=4)
+    compiled = jax.jit(run)
     want = run(kv_lengths=[5, 5], window=(5, 3))
     lengths = jnp.full((2,), 5), jnp.broadcast_to(jnp.asarray([5]), (2,)), jnp.asarray([5.0, 5.0]).astype(int)
     for given in (*lengths, jnp.reshape(jnp.asarray([[5], [5]]), (2,))):
-        np.testing.assert_array_equal(run(kv_lengths=given, window=tuple(jnp.array([5, 3]))), want)
+        options = dict(kv_lengths=given, window=tuple(jnp.array([5, 3])))
+        assert jax.eval_shape(partial(blocked_attention, **options, block_q=4, block_kv=4), x, x, x).shape == X.shape
+        np.testing.assert_allclose(compiled(**options), want, rtol=1e-6)
     traced = jax.jit(lambda n: run(kv_lengths=jnp.asarray([n, n]), window=tuple(jnp.stack([n, n - 2]))))(5)
     np.testing.assert_allclose(traced, want, rtol=1e-6)
     assert jax.eval_shape(run, kv_lengths=jax.ShapeDtypeStruct((2,), int)).shape == X.shape

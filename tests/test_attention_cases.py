@@ -22,9 +22,9 @@ from attention_oracle import attention
 
 from npumodel.attention import blocked_attention, merge, reference_attention
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 blocked = partial(jitted, block_q=4, block_kv=3)
+#: By what runs: its results alone, compiled.
+FORWARD = {blocked_attention: blocked, reference_attention: jax.jit(reference_attention)}
 BOTH = pytest.mark.parametrize("run", [blocked_attention, reference_attention], ids=["blocked", "reference"])
 ODD = pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 GQA = dict(b=2, n=4, kv=2, sq=9, skv=11, d=24, dv=16)
@@ -68,15 +68,16 @@ def test_a_finite_mask_never_masks(run, lowest):
 def test_two_finite_masks_never_mask(run):
     q, k, v = inputs()
     lowest = jnp.full((1, 1, 8, 8), jnp.finfo("float32").min)
-    (out, _), _, _ = results(q, k, v, attn_mask=lowest, bias=lowest, attention=run)
+    out = FORWARD[run](q, k, v, attn_mask=lowest, bias=lowest)
     assert_within(out, np.broadcast_to(np.float64(v).mean(2, keepdims=True), v.shape), 1e-6)
 
 
 def test_the_lowest_number_of_a_wider_numpy_dtype_is_not_an_infinity():
     q, k, v = inputs()
     mask = np.full((8, 8), np.finfo(np.float64).min)
-    for run in (partial(blocked_attention, block_q=4, block_kv=3), reference_attention):
-        assert_within(run(q, k, v, mask), np.broadcast_to(np.float64(v).mean(2, keepdims=True), v.shape), 1e-6)
+    for attention_ in (partial(blocked_attention, block_q=4, block_kv=3), reference_attention):
+        run = jax.jit(lambda *args, run=attention_: run(*args, mask))  # the mask is known, and no JAX array
+        assert_within(run(q, k, v), np.broadcast_to(np.float64(v).mean(2, keepdims=True), v.shape), 1e-6)
 
 
 def test_with_a_sink_a_query_without_keys_has_the_lse_of_the_sink_and_padding_has_none():
@@ -164,7 +165,7 @@ def test_a_value_that_all_see_is_not_hidden():
 @BOTH
 def test_a_value_of_inf_with_a_weight_of_zero_gives_nan(run, mask):
     q, k, v = jnp.full((1, 1, 8, 8), 20.0), jnp.full((1, 1, 8, 8), 20.0).at[0, 0, 2].set(-20.0), jnp.ones((1, 1, 8, 8))
-    (out, _), _, _ = results(q, k, v.at[0, 0, 2, 1].set(jnp.inf), attn_mask=mask, attention=run)
+    out = FORWARD[run](q, k, v.at[0, 0, 2, 1].set(jnp.inf), attn_mask=mask)
     assert np.isnan(out[..., 1]).all()
     np.testing.assert_allclose(np.delete(out, 1, 3), 1, rtol=1e-6)
 
@@ -189,7 +190,7 @@ def test_an_empty_problem_gives_zeros(sizes):
 def test_values_without_columns_leave_the_lse():
     q, k, v = inputs(**GQA)
     _, want = attention(q, k, v)
-    for run in (blocked, reference_attention):
+    for run in (blocked, jax.jit(reference_attention, static_argnames="return_lse")):
         out, lse = run(q, k, v[..., :0], return_lse=True)
         assert out.shape == (2, 4, 9, 0)
         assert_within(lse, want, rounding(q, k, v)[0])
@@ -226,9 +227,14 @@ def test_parts_of_the_keys_merge_to_the_whole():
         return merge(*parts)
 
     whole, cotangents, by = results(*args, sinks=sinks, kv_lengths=lengths, **heads)
-    got, pull = jax.vjp(jax.jit(split), *args, sinks)
+
+    @jax.jit
+    def run(args, cotangents):
+        got, pull = jax.vjp(split, *args)
+        return *got, *pull(cotangents)
+
     logit = 4 * rounding(*args, sinks=sinks, q_heads=4, kv_heads=2)[0]
-    for x, y in zip((*got, *pull(cotangents)), (*whole, *by[:3], by.sinks), strict=True):
+    for x, y in zip(run((*args, sinks), cotangents), (*whole, *by[:3], by.sinks), strict=True):
         assert_within(x, np.float64(y), logit * (1 + largest(y)))
 
 
@@ -263,7 +269,7 @@ def test_large_logits_of_bfloat16_are_finite():
     check(*inputs(n=2, sq=16, d=256, dtype="bfloat16", peak=1000.0))
 
 
-@pytest.mark.parametrize("p_dtype", [None, "float32"])
+@pytest.mark.parametrize("p_dtype", [None, pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_long_sum_of_float16_neither_overflows_nor_vanishes(p_dtype):
     """65537 keys: their weights add up beyond the largest float16, each is below its smallest normal number."""
     q, k = (jnp.zeros((1, 1, length, 4), "float16") for length in (1, 65537))
@@ -288,9 +294,9 @@ def test_many_small_weights_of_float16_are_not_lost():
 @pytest.mark.parametrize(
     "size, options",
     [
-        (dict(n=2, sq=5, d=192, dv=128), dict(is_causal=True)),
+        pytest.param(dict(n=2, sq=5, d=192, dv=128), dict(is_causal=True), marks=pytest.mark.slow),
         (dict(b=2, n=4, kv=1, sq=1, skv=36, d=32, dv=24), {}),
-        (dict(sq=16, skv=300, d=59, dtype="float16"), dict(window=(40, 0))),
+        pytest.param(dict(sq=16, skv=300, d=59, dtype="float16"), dict(window=(40, 0)), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -330,7 +336,7 @@ def test_a_packed_qkv_with_one_kv_head():
     check(q, k, v, layout="BSH", q_heads=4, kv_heads=1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
 def test_with_x64_a_call_traces_and_keeps_its_dtype(dtype):
     with jax.enable_x64(True):
         args = inputs(b=2, n=2, sq=29, d=16, dtype=dtype)
@@ -344,16 +350,20 @@ def test_with_x64_a_call_traces_and_keeps_its_dtype(dtype):
 # Gradients of biases, and of nothing ---------------------------------------------------------------------------------
 
 
-def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_shares():
+@pytest.mark.parametrize(
+    "shape",
+    [(9, 11), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 1, 11), (1, 4, 9, 1)))],
+    ids=str,
+)
+def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_shares(shape):
     args = inputs(**GQA)
     by = results(*args, bias=jnp.zeros((2, 4, 9, 11)))[2]
     whole = np.float64(by.bias)
     assert largest(whole) > 0.1
-    for shape in ((2, 1, 1, 11), (1, 4, 9, 1), (9, 11)):
-        got = results(*args, bias=jnp.zeros(shape))[2].bias
-        shared = tuple(axis for axis in range(4) if (1, 1, *shape)[-4:][axis] == 1)
-        want, size = (x.sum(shared, keepdims=True).reshape(shape) for x in (whole, abs(whole)))
-        assert_within(got, want, 1e-5 * size)
+    got = results(*args, bias=jnp.zeros(shape))[2].bias
+    shared = tuple(axis for axis in range(4) if (1, 1, *shape)[-4:][axis] == 1)
+    want, size = (x.sum(shared, keepdims=True).reshape(shape) for x in (whole, abs(whole)))
+    assert_within(got, want, 1e-5 * size)
 
 
 def test_an_additive_mask_has_the_gradient_of_a_bias():

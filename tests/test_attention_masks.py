@@ -20,8 +20,6 @@ from attention_oracle import attention
 
 from npumodel.attention import blocked_attention
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 blocked = partial(jitted, block_q=4, block_kv=3)
 GQA = dict(b=2, n=4, kv=2, sq=9, skv=11, d=24, dv=16)
 
@@ -120,8 +118,8 @@ def test_a_mask_of_keys_is_obeyed_along_all_of_a_long_cache():
     "cu, cu_kv, heads, dtype",
     [
         ([0, 1, 1, 2], [0, 3, 3, 8], (9, 3), "float32"),
-        ([0, 0, 9, 16, 16], [0, 20, 33, 40, 64], (4, 1), "float32"),
-        ([0, 15, 15, 30], [0, 10, 20, 30], (2, 2), "bfloat16"),
+        pytest.param([0, 0, 9, 16, 16], [0, 20, 33, 40, 64], (4, 1), "float32", marks=pytest.mark.slow),
+        pytest.param([0, 15, 15, 30], [0, 10, 20, 30], (2, 2), "bfloat16", marks=pytest.mark.slow),
         ([0, 0, 0], [0, 0, 0], (2, 2), "float32"),
         ([0], [0], (2, 2), "float32"),
     ],
@@ -189,6 +187,7 @@ def test_segment_ids_that_are_too_large_are_refused():
         blocked_attention(*inputs(n=2, sq=8), q_segment_ids=many, block_q=4, block_kv=3)
 
 
+@pytest.mark.slow
 def test_packed_sequences_without_a_mask_have_a_softmax():
     args = inputs(n=2, sq=128, d=80, dtype="float16", layout="TND")
     check(*args, blocks=(32, 32), cu_q_lengths=np.array([0, 64, 128]), layout="TND")

@@ -62,11 +62,26 @@ def test_blocked_attention_is_as_exact_as_naive_attention(dtype):
     assert all(row[-1] for row in table), "\n".join(lines)  # NaN is not within either
 
 
-@pytest.mark.parametrize("run, blocks", [(blocked_attention, (16, 16)), (blocked_attention, (1, 16)),
-                                         (blocked_attention, (64, 64)), (reference_attention, None)],
-                         ids=["16x16", "1x16", "64x64", "reference"])  # fmt: skip
-@pytest.mark.parametrize("kind", ["plain", "biased"])
-def test_logits_of_any_size_are_exact_forward_and_backward(run, blocks, kind):
+#: The default run leaves out the rest: one compilation each, of the same passes.
+RUNS = {
+    "16x16": (blocked_attention, (16, 16)),
+    "1x16": (blocked_attention, (1, 16)),
+    "64x64": (blocked_attention, (64, 64)),
+    "reference": (reference_attention, None),
+}
+FIRST = (("plain", "1x16"), ("biased", "16x16"), ("biased", "reference"))
+
+
+@pytest.mark.parametrize(
+    "kind, run, blocks",
+    [
+        pytest.param(kind, *run, id=f"{kind}-{name}", marks=[pytest.mark.slow] * ((kind, name) not in FIRST))
+        for kind in ("plain", "biased")
+        for name, run in RUNS.items()
+    ],
+)
+@pytest.mark.usefixtures("compiled_as_for_users")
+def test_logits_of_any_size_are_exact_forward_and_backward(kind, run, blocks):
     """No query has two keys so close that float32 cannot tell which is ahead: its softmax is then one key, however the
     scores are rounded, and the gradients are those of float64. In groups of 4 heads the products of the two passes
     differ in their last digits (XLA on CPU).

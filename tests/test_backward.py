@@ -23,8 +23,6 @@ from npumodel.model.tiling import problem_of
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape, parse
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 BLOCK = AttentionShape(1, 1, 128, 128, backward=True)
 ONE_AT_A_TIME = TileConfig(128, 128, buffers=1, lookahead=0)
 SCORES, HALF, WHOLE = 128 * 128, 128 * 128 * 2, 128 * 128 * 4

@@ -15,7 +15,7 @@ from npumodel.model.estimate import Cost, estimate
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_fast")]
+pytestmark = pytest.mark.slow
 
 COUPLED, SPLIT, DIRECT = device("ascend910a"), device("ascend910b2"), device("ascend950pr")
 CHIPS = {"coupled": COUPLED, "split": SPLIT, "direct": DIRECT}

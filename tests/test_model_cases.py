@@ -21,7 +21,7 @@ from npumodel.search.space import exact_seconds, fits, needs
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_fast")]
+pytestmark = pytest.mark.slow
 
 NPU = device("ascend910b2")
 TILE = TileConfig(128, 128)

@@ -55,14 +55,15 @@ def test_eager_and_jitted_calls_are_counted_once_per_distinct_call(run):
 
 def test_what_a_price_leaves_out_tells_calls_apart_and_is_said(run):
     calls, _ = run("""
-        npu.flash_attention(*qkv(64))
-        npu.flash_attention(*qkv(64), kv_lengths=[9], causal_offset=3, is_causal=True)
-        npu.flash_attention(*qkv(64), kv_lengths=[8], causal_offset=3, is_causal=True)
-        npu.flash_attention(*qkv(64), window=(9, -1), softcap=3.0)
+        x = qkv(64, dtype="float16")
+        npu.flash_attention(*x)
+        npu.flash_attention(*x, kv_lengths=[9], causal_offset=3, is_causal=True)
+        npu.flash_attention(*x, kv_lengths=[8], causal_offset=3, is_causal=True)
+        npu.flash_attention(*x, window=(9, -1), softcap=3.0)
     """)
     left_out = ("causal_offset", "kv_lengths")
     assert [(call.count, call.unpriced) for call in calls] == [(1, ()), (2, left_out), (1, ())]
-    assert calls[2].shape.label.endswith("WL9 float32 softcap")
+    assert calls[2].shape.label.endswith("WL9 float16 softcap")
     prices = record.priced(calls, npu.device("ascend910b2"))
     assert "price leaves out" not in report_text.table(prices[0])
     assert report_text.table(prices[1]).endswith("note: the price leaves out causal_offset, kv_lengths")
@@ -80,8 +81,8 @@ def test_tiles_tell_calls_apart(run):
 def test_the_innermost_target_counts(run):
     calls, _ = run("""
         with npu.target("article"):
-            npu.flash_attention(*qkv(64))
-        npu.flash_attention(*qkv(64))
+            npu.flash_attention(*qkv(64), tile_level="32x32")
+        npu.flash_attention(*qkv(64), tile_level="32x32")
     """)
     assert [call.device for call in calls] == ["article", "ascend910b2"]
 

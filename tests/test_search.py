@@ -539,11 +539,15 @@ LENGTHS = [*range(1, 301), 511, 512, 513, 4095, 4096, 4097, 8191]
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 192, 256, 512, 576)
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_auto_is_never_illegal_whatever_the_prices_say(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, one_in",
+    [*((name, 1 if name == "ascend910b2" else 7) for name in DEVICES)]
+    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in DEVICES if name != "ascend910b2"],
+)
+def test_auto_is_never_illegal_whatever_the_prices_say(name, one_in, monkeypatch):
     rng = np.random.default_rng(0)
     monkeypatch.setattr(auto, "exact_seconds", lambda shapes, tiles, spec: rng.random(len(shapes)))
-    shapes = [AttentionShape(1, 8, s, d) for s in LENGTHS for d in HEAD_DIMS]
+    shapes = [AttentionShape(1, 8, s, d) for s in LENGTHS for d in HEAD_DIMS][::one_in]
     tiles = space.stacked([r.tile for r in auto.by_model(shapes, device(name))])
     assert space.legal(shapes, tiles, device(name)).all()
 

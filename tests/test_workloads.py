@@ -25,8 +25,6 @@ from npumodel.model.tiling import lowered, problem_of
 from npumodel.tile import MatmulTile, SoftmaxTile
 from npumodel.workload import AttentionShape, MatmulShape, SoftmaxShape, parse
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 CHIPS = {"split": device("ascend910b2"), "coupled": device("ascend910a"), "direct": device("ascend950pr")}
 #: The rest compiles as long and says as much.
 SLOW = [pytest.param(arch, marks=pytest.mark.slow) if arch != "split" else arch for arch in CHIPS]
@@ -137,7 +135,7 @@ def draws(kind, arch):
     return shapes, tiles, stack([problem_of(s) for s in shapes]), stack(tiles), d
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=WITHOUT_FUSION)
 def priced(t, p, tile, d):
     return price(t, p, tile, d, Options("float16", False))
 
