@@ -383,8 +383,8 @@ def test_budgets(strategy):
         auto_tile = space.stacked([resolve(SMALL, B2).tile])
         assert r.auto.seconds == space.exact_seconds([SMALL], auto_tile, B2)[0]
         assert r.evals <= max(60, budget.get("max_evals", 0))
-    enough = tune(SMALL, B2, strategy=strategy, max_evals=10**4, time_limit=1000, space=FEW)
-    assert enough.complete == (strategy != "random")
+    enough = tune(SMALL, B2, strategy=strategy, max_evals=10**5, time_limit=1000, space=FEW)
+    assert enough.complete
     assert strategy == "random" or enough.tile == tune(SMALL, B2, strategy=strategy, space=FEW).tile
 
 
@@ -412,7 +412,7 @@ def test_ctrl_c_keeps_what_was_found(strategy):
             raise KeyboardInterrupt
 
     r = tune(SMALL, B2, strategy=strategy, progress=interrupt_later)
-    assert not r.complete and r.evals == calls[-1] and r.seconds <= r.default.seconds
+    assert r.complete == (len(calls) < 2) and r.evals == calls[-1] and r.seconds <= r.default.seconds
 
 
 @pytest.mark.parametrize("options", [{"strategy": "magic"}, {"max_evals": 0}, {"time_limit": -1.0}])

@@ -92,10 +92,7 @@ class Ledger:
             if not count:
                 self.complete = False
                 return False
-            seconds = np.empty(count)
-            for here, tiles in self.space.by_kind(todo[:count]):
-                seconds[here] = exact_seconds([self.shape], tiles, self.device)
-            self._record(todo[:count], seconds, l1[:count])
+            self._record(todo[:count], self._prices(todo[:count]), l1[:count])
             self.spend(count)
             todo, l1 = todo[count:], l1[count:]
         return True
@@ -119,6 +116,13 @@ class Ledger:
                 if bad.any():
                     self.rejected[name] = self.rejected.get(name, 0) + int(bad.sum())
         return good, l1
+
+    def _prices(self, points: np.ndarray) -> np.ndarray:
+        """Exact prices of legal points."""
+        seconds = np.empty(len(points))
+        for here, tiles in self.space.by_kind(points):
+            seconds[here] = exact_seconds([self.shape], tiles, self.device)
+        return seconds
 
     def _record(self, points: np.ndarray, seconds, l1: np.ndarray):
         place = np.searchsorted(self.points, points)

@@ -11,7 +11,7 @@ import numpy as np
 
 from npumodel.search import gradient
 from npumodel.search.ledger import LOOK, Ledger
-from npumodel.search.rules import rule_tile, vendor_tile
+from npumodel.search.rules import ladder, rule_of_thumb, vendor_rule
 from npumodel.search.space import KNOBS, Space
 from npumodel.tile import TileConfig
 
@@ -22,8 +22,8 @@ SCATTERED = 256
 _POLISHED = 8
 #: Steps along the block axes, when two axes move at once; along all others it is one.
 _REACH = 3
-#: Rounds of annealing and of evolution; chains or members of each.
-_POPULATION = 64
+#: Chains of annealing, members of an evolution; and rounds of either.
+_POPULATION, _ROUNDS = 64, 64
 #: Share of the log of the prices seen by which annealing climbs at first; and in the end.
 _HOT, _COLD = 0.5, 0.01
 #: Steps of the descent between two looks at the clock.
@@ -152,18 +152,28 @@ def by_evolution(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> No
 
 
 def by_rule(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
-    """The article's rule of thumb, on the nearest point of the space."""
-    ledger.price(np.array([ledger.space.nearest(rule_tile(ledger.shape, ledger.device))]))
+    """The article's rule of thumb, on the nearest legal point of the space."""
+    _first_legal(ledger, rule_of_thumb(ledger.shape))
 
 
 def by_vendor(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
-    """The vendor's rules, on the nearest point of the space."""
-    ledger.price(np.array([ledger.space.nearest(vendor_tile(ledger.shape, ledger.device))]))
+    """The vendor's rules, on the nearest legal point of the space."""
+    _first_legal(ledger, vendor_rule(ledger.shape, ledger.device))
+
+
+def _first_legal(ledger: Ledger, tile: TileConfig):
+    """Price the point nearest to a tile, or to the first smaller version of it that is legal there."""
+    for step in ladder(tile, ledger.shape):
+        point = np.array([ledger.space.nearest(step)])
+        if not ledger.price(point) or np.isfinite(ledger.of(point)[0]):
+            return
 
 
 def _rounds(ledger: Ledger) -> int:
-    """Rounds that the budget allows, or a fixed number."""
-    return int(min(64, math.ceil(ledger.left() / _POPULATION) if np.isfinite(ledger.left()) else 64))
+    """Rounds of a population: _ROUNDS, or as many as the budget allows."""
+    allowed = ledger.left() / _POPULATION
+    ledger.complete &= allowed >= _ROUNDS
+    return _ROUNDS if allowed >= _ROUNDS else math.ceil(allowed)
 
 
 def _population(ledger: Ledger, rng: np.random.Generator) -> np.ndarray:
