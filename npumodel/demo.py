@@ -42,7 +42,7 @@ def run(out: Path):
             print(f"   {_line(cost.result())}", flush=True)
     _step(3, "trace: the call that ran, priced at the article's batch and heads")
     _trace(calls, spec, out / "trace.json")
-    _step(4, f"tune: gradient search for {SHAPE.label} on {spec.name}, against the whole space")
+    _step(4, f"tune: the fastest tile for {SHAPE.label} on {spec.name}, against the whole space")
     result = _tune(spec, out)
     _step(5, 'use: tile_level="auto" with the table that was learned')
     _use(result, out / "table.json")
@@ -95,7 +95,7 @@ def _tune(spec: DeviceSpec, out: Path) -> TuneResult:
     figure = Figure(figsize=(8, 6), layout="constrained")
     plot.tile_map(result, figure.subplots())
     figure.savefig(out / "cost.png", dpi=120)
-    print(f"   {out / 'table.json'}: the learned tile; {out / 'cost.png'}: cost over tile sizes and the descent")
+    print(f"   {out / 'table.json'}: the learned tile; {out / 'cost.png'}: cost over tile sizes")
     return result
 
 

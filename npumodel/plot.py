@@ -11,6 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.patheffects import Normal, Stroke
 
 from npumodel.hardware import DeviceSpec
+from npumodel.search.rules import DEFAULT
 from npumodel.search.space import exact_seconds, lattice, legal
 from npumodel.search.tuner import TuneResult
 from npumodel.tile import TileConfig
@@ -25,11 +26,11 @@ class Surface(NamedTuple):
     seconds: np.ndarray
 
 
-def surface(shape: AttentionShape, device: DeviceSpec, buffers: int = 2, lookahead: int = 1) -> Surface:
-    """Exact price of every pair of block sizes of the search space, with these buffers and this lookahead."""
+def surface(shape: AttentionShape, device: DeviceSpec, like: TileConfig = DEFAULT) -> Surface:
+    """Exact price of every pair of block sizes of the search space, all other knobs as in `like`."""
     q, kv = np.array(lattice(shape.q_len)), np.array(lattice(shape.kv_len))
     rows, columns = (grid.ravel() for grid in np.meshgrid(q, kv, indexing="ij"))
-    tiles = TileConfig(rows, columns, np.full(rows.size, buffers), np.full(rows.size, lookahead))
+    tiles = like.replace(block_q=rows, block_kv=columns)
     seconds = np.where(legal([shape], tiles, device), exact_seconds([shape], tiles, device), np.nan)
     return Surface(q, kv, seconds.reshape(q.size, kv.size))
 
@@ -49,11 +50,11 @@ def cost_map(costs: Surface, ax: Axes | None = None) -> Axes:
 
 
 def descent(result: TuneResult, ax: Axes | None = None) -> Axes:
-    """Where each start of the gradient search went, the one that ended best in red; nothing without a history."""
+    """Where each start of the descent went, the one that ended best in red; nothing without a history."""
     ax = _axes(ax)
     if result.history is None:
         return ax
-    knobs = np.concatenate([result.history.knobs, result.history.end[None]])  # [steps + 1, starts, 4]
+    knobs = np.concatenate([result.history.knobs, result.history.end[None]])  # [steps + 1, starts, 8]
     best = int(np.argmin(result.history.seconds[-1])) if len(result.history.seconds) else 0
     for start in [*(i for i in range(knobs.shape[1]) if i != best), best]:
         colour, width = ("red", 1.8) if start == best else ("white", 0.8)
@@ -64,9 +65,10 @@ def descent(result: TuneResult, ax: Axes | None = None) -> Axes:
 
 
 def tile_map(result: TuneResult, ax: Axes | None = None) -> Axes:
-    """The cost over tile sizes (other knobs as learned), the descent, and the default, rule-of-thumb, learned tile."""
+    """The cost over tile sizes (other knobs as learned), the descent if there was one; default, rule-of-thumb, learned
+    tile."""
     tile = result.tile
-    ax = descent(result, cost_map(surface(result.shape, result.device, tile.buffers, tile.lookahead), ax))
+    ax = descent(result, cost_map(surface(result.shape, result.device, tile), ax))
     marks = [
         ("default", result.default.tile, "s", 10, "black"),
         ("rule of thumb", result.rule.tile, "D", 6, "0.7"),
@@ -75,7 +77,8 @@ def tile_map(result: TuneResult, ax: Axes | None = None) -> Axes:
     for name, at, marker, size, colour in marks:
         style = {"markersize": size, "color": colour, "markeredgecolor": "white", "linestyle": "none"}
         ax.plot(at.block_kv, at.block_q, marker, label=f"{name}: {at.label}", **style)
-    ax.set_title(f"{result.shape.label} on {result.device.name}\nbuffers {tile.buffers}, lookahead {tile.lookahead}")
+    others = tile.label.partition(" ")[2] or "all other knobs at their defaults"
+    ax.set_title(f"{result.shape.label} on {result.device.name}\n{others}")
     ax.legend(loc="upper right", fontsize="small")
     return ax
 

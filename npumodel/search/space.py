@@ -402,11 +402,13 @@ def _filled(x) -> np.ndarray:
 
 
 def _needs(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
-    return _needs_jit(d, *jax.tree.map(_filled, (p, tiles)), masked=masked)
+    with jax.ensure_compile_time_eval():  # the same program inside a trace and outside
+        return _needs_jit(d, *jax.tree.map(_filled, (p, tiles)), masked=masked)
 
 
 def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks: int, **static: bool):
-    return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), np.int32(chunks), **static)
+    with jax.ensure_compile_time_eval():
+        return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), np.int32(chunks), **static)
 
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):

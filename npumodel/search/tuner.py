@@ -22,7 +22,7 @@ from npumodel.search.ledger import Ledger, Priced, Progress
 from npumodel.search.rules import default_tile, rule_tile
 from npumodel.search.space import Space, seconds_of
 from npumodel.search.strategies import STRATEGIES
-from npumodel.search.table import Entry, Header, TileTable
+from npumodel.search.table import Entry, Header, TileTable, use_table
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
@@ -72,6 +72,7 @@ class TuneResult:
     complete: bool
     history: gradient.Path | None = dataclasses.field(default=None, repr=False, compare=False)
     optimum: Priced | None = None
+    _open: list = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def margin(self) -> float | None:
@@ -92,6 +93,21 @@ class TuneResult:
     def cost(self) -> Cost:
         """The whole price of the tile: why it is fast."""
         return estimate(self.shape, self.device, self.tile)
+
+    def plot(self, ax: Any = None) -> Any:
+        """The cost over tile sizes with the tiles above marked: `npumodel.plot.tile_map`. Needs "npumodel[plot]"."""
+        from importlib import import_module  # a door above this floor, and matplotlib is optional
+
+        return import_module("npumodel.plot").tile_map(self, ax)
+
+    def __enter__(self) -> TuneResult:
+        """`with result:` tile_level="auto" takes the tile, for this call on this device."""
+        self._open.append(use_table(self.table()))
+        self._open[-1].__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._open.pop().__exit__(*error)
 
     def table(self, explain: bool = False, command: str | None = None) -> TileTable:
         """The result as a tile table of one row. explain: also price what bounds the tile and where it waits."""
