@@ -27,7 +27,7 @@ import numpy as np
 
 from npumodel.hardware import HOST, DeviceSpec
 from npumodel.search.rules import DEFAULT, POLICIES, explicit, policy_tile, require_legal, rule_of_thumb, shrunk
-from npumodel.search.space import KNOBS, exact_seconds, fits, fitted, legal, needs, padded, stacked
+from npumodel.search.space import KNOBS, exact_seconds, fits, fitted, legal, longest, needs, padded, stacked
 from npumodel.search.table import Found, TileTable, TileTableWarning, active_tables
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
@@ -175,7 +175,7 @@ def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) 
 def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resolved]:
     """For each shape the fastest legal tile of a fixed small set, by exact price; all shapes in one batch.
 
-    The shapes have one dtype, and a mask all or none. Ties: fewer bytes of L1, then the earlier in the set.
+    The shapes have one dtype, a mask all or none, and lengths none unless there is only one shape. Ties: fewer bytes of L1, then the earlier in the set.
     Raises ValueError when nothing is legal, or the device does not multiply the dtype.
     """
     default = shrunk(shapes, device, [DEFAULT] * len(shapes))
@@ -193,7 +193,7 @@ def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resol
 
 def candidates(shape: AttentionShape, default: TileConfig, rule: TileConfig) -> list[TileConfig]:
     """The default first; distinct, cut to the lengths."""
-    whole = TileConfig(padded(shape.q_len), padded(shape.kv_len), buffers=1, lookahead=0)
+    whole = TileConfig(*map(padded, longest(shape)), buffers=1, lookahead=0)
     return list(dict.fromkeys([default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]))
 
 
