@@ -249,8 +249,8 @@ class AttentionShape:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of q, k, v, o (backward: and of their gradients) and the mask tensor, which all lie in the memory at
-        once, padding included. Of the mask this is the least that it can be: one [q_len, kv_len] for all heads (assumed: a shape does not
-        say over what it is spread)."""
+        once, padding included. Of the mask this is the least that it can be: one [q_len, kv_len] for all heads
+        (assumed: a shape does not say over what it is spread)."""
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
         kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim * (not self.v_in_k))
         mask = self.mask_bytes * self.q_len * self.kv_len

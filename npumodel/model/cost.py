@@ -57,11 +57,13 @@ class Options(NamedTuple):
 
 
 class KernelPrice(NamedTuple):
-    """One kernel (of a group of examples: all that they share is that of the whole kernel, `core` what it takes at least
-    for the sake of this group). Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
+    """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
     whole call; busiest_core: its number; `combine`: what all cores do together once, such as joining the parts of split
     keys at the end. serial: as `core`, with nothing beside anything else. hbm_seconds: what the memory needs for the
-    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is."""
+    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is.
+
+    Of a group of a call with lengths: what all groups share is that of the whole kernel; core, serial, busy and wait
+    are those of the core for whose sake the call takes at least `core`; traffic and footprints are the group's."""
 
     launch: Any
     core: Any

@@ -78,7 +78,8 @@ class Cost:
 
     shape, tile    what was asked: an AttentionShape and a TileConfig, or a MatmulShape or SoftmaxShape and its tile
     seconds        total, launches included
-    stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size
+    stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size. Of examples of
+                   several lengths it has its share of each; or, where that takes longer, of the longer ones only
     traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
     l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1; 1 where
                    it reads nothing
@@ -172,8 +173,8 @@ def estimate(shape: Shape, device: DeviceSpec, tile: AnyTile, *, overlap: bool =
     of what if, and `Cost.too_large` says so. A plan whose workspace is what does not fit is refused.
     Examples with lengths of their own are one launch: see `cost.price`. Their padding takes room in HBM and no time.
 
-    Raises ValueError when a call has no example with both queries and keys, when a buffer is too small for the tile (buffer, bytes needed, bytes available), or when the
-    device has no such dtype.
+    Raises ValueError when no example has both queries and keys, when a buffer is too small for the tile (buffer, bytes
+    needed, bytes available), or when the device has no such dtype.
     """
     problems = illegal(shape, device, tile)
     if problems:
@@ -209,8 +210,9 @@ def footprints(shape: Shape, device: DeviceSpec, tile: AnyTile) -> tuple[Footpri
 
 def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, for heads
-    that do not divide, and for an order that examples of several lengths do not have. HBM: only where the tensors of the call would fit without this plan's workspace. Backward:
-    one for every knob that it does not have; the buffers then go unchecked.
+    that do not divide, and for an order that examples of several lengths do not have. HBM: only where the tensors of
+    the call would fit without this plan's workspace. Backward: one for every knob that it does not have; the buffers
+    then go unchecked.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
@@ -231,7 +233,8 @@ def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     if group % tile.heads_packed:
         problems.append(f"heads_packed: expected a divisor of q_heads / kv_heads = {group}, got {tile.heads_packed}")
     if tile.core_order == "round_robin" and len(shape.groups) > 1:
-        problems.append("core_order: expected 'balanced' or 'contiguous' for examples of several lengths, got 'round_robin'")
+        orders = "'balanced' or 'contiguous' for examples of several lengths"
+        problems.append(f"core_order: expected {orders}, got 'round_robin'")
     return problems
 
 

@@ -175,8 +175,8 @@ def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) 
 def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resolved]:
     """For each shape the fastest legal tile of a fixed small set, by exact price; all shapes in one batch.
 
-    The shapes have one dtype, a mask all or none, and lengths none unless there is only one shape. Ties: fewer bytes of L1, then the earlier in the set.
-    Raises ValueError when nothing is legal, or the device does not multiply the dtype.
+    The shapes have one dtype, a mask all or none, and no lengths if there are several shapes. Ties: fewer bytes of L1,
+    then the earlier in the set. Raises ValueError when nothing is legal, or the device does not multiply the dtype.
     """
     default = shrunk(shapes, device, [DEFAULT] * len(shapes))
     rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])

@@ -49,9 +49,11 @@ _FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us
 def key_of(shape: AttentionShape) -> dict[str, Any]:
     """The key of a call, for writing and for reading: EXACT and BUCKET fields, batch_heads = batch * q_heads.
 
-    lengths: null, or queries x keys and number of the examples of each pair of lengths, "512x2048:3 1024x1024:1". So a
-    row found for some lengths serves the same ones in any order, and no others."""
-    lengths = " ".join(f"{g.q_len}x{g.kv_len}:{g.batch}" for g in shape.groups)
+    Of a call with lengths, the sizes are those without padding. lengths: null if they are equal; else queries x keys
+    and number of the examples of each pair of lengths, "512x2048:3 1024x1024:1". So what was found for some lengths
+    serves the same ones in any order, and no others. Raises ValueError for a call that does nothing."""
+    groups, shape = shape.groups, shape.largest
+    lengths = " ".join(f"{g.q_len}x{g.kv_len}:{g.batch}" for g in groups)
     derived: dict[str, Any] = {
         "gqa_group": shape.q_heads // shape.kv_heads,
         "batch_heads": shape.batch * shape.q_heads,
@@ -59,7 +61,7 @@ def key_of(shape: AttentionShape) -> dict[str, Any]:
         "softcap": shape.softcap or None,
         "v_in_k": shape.v_in_k or None,
         "backward": shape.backward or None,
-        "lengths": lengths if shape.has_lengths else None,
+        "lengths": lengths if len(groups) > 1 else None,
     }
     return {name: derived[name] if name in derived else getattr(shape, name) for name in EXACT + BUCKET}
 
