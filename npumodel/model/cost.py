@@ -113,9 +113,11 @@ def price(t: TimeConstants, p: AnyProblem, tile: AnyTile, d: DeviceSpec, options
 
 
 def _longest_group(groups: KernelPrice) -> KernelPrice:
-    """One kernel of a call with lengths, from what each of its groups [groups, ...] says of it: that takes as long as
-    the one for whose sake it takes longest, and needs the most room that any does."""
-    which = jnp.argmax(groups.core, 0)[None]
+    """One kernel of a call with lengths, from what each of its groups [groups, ...] says of it: what is said for the
+    sake of the one that takes longest (of equals, as where the memory is what takes so long, of the one that works
+    most), and the most room that any of them needs."""
+    longest = groups.core >= groups.core.max(0)[None]
+    which = jnp.argmax(jnp.where(longest, sum(groups.busy.values()), -1.0), 0)[None]
 
     def chosen(x):
         x = jnp.broadcast_to(x.reshape(*x.shape, *[1] * (groups.core.ndim - x.ndim)), groups.core.shape)
