@@ -291,7 +291,7 @@ def hints(
 ) -> Hints:
     """What it is worth, in seconds, to know the lengths of the examples of a padded call, and which kernel comes next.
 
-    q_lengths, kv_lengths  valid positions of each example, [batch]; None: all
+    q_lengths, kv_lengths  valid positions of each example, [batch]; None: those of the shape
 
     Arguments and errors else as `estimate`; see `npumodel.model.hints`.
     """
@@ -319,7 +319,8 @@ def explain(
 
 
 def trace(shape: ShapeLike, device: DeviceLike | None = None, tile: Any = "auto") -> Timeline:
-    """When every stage of every step of one call runs. Arguments and errors as `estimate`."""
+    """When every stage of every step of one call runs. Arguments and errors as `estimate`; examples with lengths of
+    their own are refused: trace one of `shape.groups`."""
     from npumodel.model.trace import timeline
 
     spec, asked = _needed(device), _shape(shape)

@@ -41,7 +41,8 @@ def estimate(shape: str, device: str | None = None, tile: str = "auto", json: bo
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k, backward); a matmul M4096,N4096,K512; a softmax R4096,C4096 (rows, columns)
+            additive, softcap, v_in_k, backward, kv_lengths=4096/512x3, q_lengths alike: of each example); a matmul
+            M4096,N4096,K512; a softmax R4096,C4096 (rows, columns)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
             kv_pieces=4 cores=8 unfused contiguous round_robin persistent; of a matmul 128x256x64 (m, n, k), of a
@@ -61,7 +62,7 @@ def explain(shape: str, device: str | None = None, tile: str = "auto") -> int:
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k, backward)
+            additive, softcap, v_in_k, backward, kv_lengths=4096/512x3, q_lengths alike)
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         tile: auto, small, large, a number of parts, or 128x512 with buffers=2 lookahead=1 heads_packed=8 split_kv=4
             kv_pieces=4 cores=8 unfused contiguous round_robin persistent
@@ -140,7 +141,7 @@ def tune(
 
     Args:
         shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
-            additive, softcap, v_in_k, backward); several, if wanted
+            additive, softcap, v_in_k, backward, kv_lengths=4096/512x3, q_lengths alike); several, if wanted
         device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
         out: the table; rows that are there are kept, or renewed if it is the same call on the same device
         strategy: how to search

@@ -17,7 +17,7 @@ from npumodel.model.durations import CONSTANT_TITLES, time_constants
 from npumodel.model.estimate import Cost, StageCost, estimate, illegal
 from npumodel.model.tiling import FRACTAL
 from npumodel.report_text import Priced, columns, header
-from npumodel.search.space import fitted, lattice, padded
+from npumodel.search.space import fitted, lattice, longest, padded
 from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
 
@@ -238,11 +238,11 @@ def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[
     lattice); half and double a block, the parts of the keys or the pieces of a block; the other fusion and order, tasks
     drained or not; one of the `cores` at work fewer, or half of them, and where the tile says how many, one more, or
     twice as many. Blocks are cut to the lengths."""
-    now = fitted(tile, shape).replace(cores=cores)
-    heads, parts = shape.q_heads // shape.kv_heads, math.ceil(shape.kv_len / now.block_kv)
+    now, (q_len, kv_len) = fitted(tile, shape).replace(cores=cores), longest(shape)
+    heads, parts = shape.q_heads // shape.kv_heads, math.ceil(kv_len / now.block_kv)
     around = {
-        "block_q": _blocks(now.block_q, shape.q_len),
-        "block_kv": _blocks(now.block_kv, shape.kv_len),
+        "block_q": _blocks(now.block_q, q_len),
+        "block_kv": _blocks(now.block_kv, kv_len),
         "buffers": _around(now.buffers, range(1, MAX_BUFFERS + 1)),
         "lookahead": _around(now.lookahead, range(MAX_LOOKAHEAD + 1)),
         "heads_packed": _around(now.heads_packed, [n for n in range(1, heads + 1) if heads % n == 0]),
@@ -259,6 +259,8 @@ def neighbours(tile: TileConfig, shape: AttentionShape, cores: int = 1) -> dict[
         around["fusion"] = []  # keys are split, and come in pieces, in a fused kernel only
     if not (shape.causal or shape.window):
         around["core_order"] = []  # tasks of one length: the order changes nothing
+    if len(shape.groups) > 1:
+        around["core_order"] = [order for order in around["core_order"] if order != "round_robin"]
     if shape.backward:
         around |= dict.fromkeys(("heads_packed", "split_kv", "kv_pieces", "persistent", "fusion"), [])
     changes = [(name, value) for name, values in around.items() for value in values]

@@ -6,7 +6,10 @@ Everything here is a plain integer; nothing depends on a device or a tile.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 #: Bytes of one element of each dtype that the numerics and the model accept.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -26,6 +29,8 @@ _SHORT = {
 #: Short forms of the two sides of a window.
 _SIDES = {"WL": 0, "WR": 1}
 _FLAGS = ("causal", "softcap", "v_in_k", "backward")
+#: Lengths of the examples, and what each is at most.
+_LENGTHS = {"q_lengths": "q_len", "kv_lengths": "kv_len"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +46,12 @@ class AttentionShape:
     `v_in_k`: V is the first v_head_dim columns of K (absorbed MLA) and is not moved on its own.
     `backward`: not the call but its gradient: dq, dk and dv from q, k, v, the output, its gradient do, and the row
     maxima and sums that the forward pass kept (for the price; `flash_attention` executes both passes by itself).
+    `q_lengths`, `kv_lengths` [batch]: valid positions of each example, 0 .. q_len and 0 .. kv_len (None: all of them);
+    the rest is padding, and skipped. Causality and windows are those of each example on its own: query i sees key
+    i + its kv length - its q length. An example without queries or without keys does nothing.
 
     Raises ValueError (expected, got, cure) for a size that is no positive integer, for heads that do not
-    divide, and for an unknown dtype or mask.
+    divide, for an unknown dtype or mask, and for lengths of another number or out of range.
     """
 
     batch: int
@@ -60,6 +68,8 @@ class AttentionShape:
     softcap: bool = False
     v_in_k: bool = False
     backward: bool = False
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self):
         for name, other in (("kv_heads", "q_heads"), ("kv_len", "q_len"), ("v_head_dim", "head_dim")):
@@ -79,6 +89,9 @@ class AttentionShape:
         for name in _FLAGS:
             object.__setattr__(self, name, bool(getattr(self, name)))
         object.__setattr__(self, "window", _window(self.window))
+        for name, most in _LENGTHS.items():
+            found = _lengths(name, getattr(self, name), self.batch, getattr(self, most))
+            object.__setattr__(self, name, found)
         if self.v_in_k and self.v_head_dim > self.head_dim:
             raise ValueError(
                 f"v_in_k: expected v_head_dim <= head_dim={self.head_dim} (V is a part of K), got {self.v_head_dim}"
@@ -99,7 +112,7 @@ class AttentionShape:
     @classmethod
     def parse(cls, text: str, **fields) -> AttentionShape:
         """Read the short form "B4,N32,S4096,D128" (also KV8, SKV512, DV64; a dtype, "causal", "backward", "bool",
-        "additive").
+        "additive"; "kv_lengths=4096/512x3", q_lengths alike: one example of 4096 keys and three of 512).
 
         Raises ValueError that names the part it cannot read, and the form it expects.
         """
@@ -107,11 +120,14 @@ class AttentionShape:
         sides: list[int | None] = [None, None]
         for part in filter(None, re.split(r"[,\s]+", text.strip())):
             match = re.fullmatch(r"([A-Za-z]+)(\d+)", part)
+            runs = re.fullmatch(r"(q_lengths|kv_lengths)=(\d+(x\d+)?(/\d+(x\d+)?)*)", part)
             low = part.lower()
             if match and match[1].upper() in _SIDES:
                 sides[_SIDES[match[1].upper()]] = int(match[2])
                 continue
-            if low in DTYPE_BYTES:
+            if runs:
+                name, value = runs[1], _expanded(runs[2])
+            elif low in DTYPE_BYTES:
                 name, value = "dtype", low
             elif low in _FLAGS:
                 name, value = low, True
@@ -132,8 +148,49 @@ class AttentionShape:
         return cls(**found)
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether some position of some example is padding."""
+        return self.q_lengths is not None or self.kv_lengths is not None
+
+    @property
+    def groups(self) -> tuple[AttentionShape, ...]:
+        """The examples that do something as calls without lengths: one for each pair of lengths, by q_len, kv_len."""
+        if not self.has_lengths:
+            return (self,)
+        of_q, of_kv = self.q_lengths or (self.q_len,) * self.batch, self.kv_lengths or (self.kv_len,) * self.batch
+        counts = Counter(pair for pair in zip(of_q, of_kv, strict=True) if min(pair) > 0)
+        return tuple(
+            dataclasses.replace(self, batch=count, q_len=q, kv_len=kv, q_lengths=None, kv_lengths=None)
+            for (q, kv), count in sorted(counts.items())
+        )
+
+    @property
+    def largest(self) -> AttentionShape:
+        """The smallest call without lengths that has room for all examples that do something.
+
+        Raises ValueError if there are none.
+        """
+        groups = self.groups
+        if not groups:
+            raise ValueError(
+                "q_lengths, kv_lengths: expected an example that has both queries and keys, got none; such a call does "
+                "nothing, and has no plan"
+            )
+        count, q_len, kv_len = sum(g.batch for g in groups), max(g.q_len for g in groups), max(g.kv_len for g in groups)
+        return dataclasses.replace(groups[0], batch=count, q_len=q_len, kv_len=kv_len) if self.has_lengths else self
+
+    def _without_lengths(self, what: str) -> None:
+        if self.has_lengths:
+            raise ValueError(
+                f"{what}: expected a shape without q_lengths and kv_lengths, got {self.label}; ask each of its `groups`"
+            )
+
+    @property
     def band(self) -> tuple[int, int]:
-        """(low, high): query i sees the keys i + low .. i + high that exist; -q_len, kv_len where there is no limit."""
+        """(low, high): query i sees the keys i + low .. i + high that exist; -q_len, kv_len where there is no limit.
+
+        Raises ValueError for a shape with lengths: each example has its own."""
+        self._without_lengths("band")
         left, right = self.window or (None, None)
         right = 0 if self.causal else right
         offset = self.kv_len - self.q_len
@@ -153,14 +210,19 @@ class AttentionShape:
     @property
     def valid_pairs(self) -> int:
         """(query, key) pairs of the whole call that take part: all of q_len * kv_len per head, less what causality and
-        the window cut off."""
+        the window and the lengths cut off."""
+        if self.has_lengths:
+            return sum(group.valid_pairs for group in self.groups)
         low, high = self.band
         pairs = _clipped_sum(self.q_len, high + 1, self.kv_len) - _clipped_sum(self.q_len, low, self.kv_len)
         return self.batch * self.q_heads * pairs
 
     @property
     def seen_keys(self) -> int:
-        """Keys of a head that some query sees; the others are never read."""
+        """Keys of a head that some query sees; the others are never read.
+
+        Raises ValueError for a shape with lengths: each example has its own."""
+        self._without_lengths("seen_keys")
         return self.kv_len - min(max(self.band[0], 0), self.kv_len)
 
     @property
@@ -173,7 +235,9 @@ class AttentionShape:
     @property
     def min_bytes(self) -> int:
         """Bytes of q, k, v and o, each moved once: no schedule can move fewer. Backward: of do, dq, dk and dv too; for
-        keys that no query sees the last two are zeros. Row maxima and sums are not counted."""
+        keys that no query sees the last two are zeros. Row maxima and sums are not counted, and no padding is."""
+        if self.has_lengths:
+            return sum(group.min_bytes for group in self.groups)
         if self.backward:
             rows = 2 * self.q_heads * self.q_len + self.kv_heads * (self.seen_keys + self.kv_len)
             return self.element_bytes * self.batch * rows * (self.head_dim + self.v_head_dim)
@@ -185,8 +249,8 @@ class AttentionShape:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of q, k, v, o (backward: and of their gradients) and the mask tensor, which all lie in the memory at
-        once. Of the mask this is the least that it can be: one [q_len, kv_len] for all heads (assumed: a shape does not
-        say over what it is spread)."""
+        once, padding included. Of the mask this is the least that it can be: one [q_len, kv_len] for all heads
+        (assumed: a shape does not say over what it is spread)."""
         q_side = self.batch * self.q_heads * self.q_len * (self.head_dim + self.v_head_dim)
         kv_side = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_head_dim * (not self.v_in_k))
         mask = self.mask_bytes * self.q_len * self.kv_len
@@ -194,7 +258,8 @@ class AttentionShape:
 
     @property
     def label(self) -> str:
-        """The short form, as `parse` reads it but with spaces: "B4 N32 S4096 D128 float16"."""
+        """The short form, as `parse` reads it but with spaces: "B4 N32 S4096 D128 float16", and with lengths
+        "B4 N32 S4096 D128 float16 kv_lengths=4096/512x3"."""
         parts = [f"B{self.batch}", f"N{self.q_heads}"]
         parts += [f"KV{self.kv_heads}"] * (self.kv_heads != self.q_heads)
         parts += [f"S{self.q_len}"]
@@ -203,7 +268,8 @@ class AttentionShape:
         parts += [f"DV{self.v_head_dim}"] * (self.v_head_dim != self.head_dim)
         parts += [f"{n}{w}" for n, w in zip(_SIDES, self.window or (None, None), strict=True) if w is not None]
         flags = [name for name in _FLAGS if getattr(self, name)]
-        return " ".join([*parts, self.dtype, *flags, *filter(None, [self.mask])])
+        lengths = [f"{name}={_runs(getattr(self, name))}" for name in _LENGTHS if getattr(self, name) is not None]
+        return " ".join([*parts, self.dtype, *flags, *filter(None, [self.mask]), *lengths])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,6 +435,34 @@ def _window(window) -> tuple[int | None, int | None] | None:
     return None if sides == (None, None) else sides  # type: ignore[return-value]
 
 
+def _lengths(name: str, lengths: Iterable | None, batch: int, most: int) -> tuple[int, ...] | None:
+    """Lengths as plain integers; None where all of them are whole."""
+    if lengths is None:
+        return None
+    given = list(lengths) if isinstance(lengths, Iterable) else [lengths]
+    good = len(given) == batch and not any(isinstance(n, bool | str) for n in given)
+    if not good or not all(int(n) == n and 0 <= n <= most for n in given):
+        got = given if isinstance(lengths, Iterable) else lengths
+        raise ValueError(f"{name}: expected {batch} integers (one an example) of 0..{most}, got {got}")
+    found = tuple(map(int, given))
+    return None if min(found) == most else found
+
+
+def _runs(lengths: tuple[int, ...]) -> str:
+    """Lengths in the short form, equal neighbours joined: "4096/512x3"."""
+    runs = [(n, len(list(equal))) for n, equal in itertools.groupby(lengths)]
+    return "/".join(f"{n}" + f"x{count}" * (count > 1) for n, count in runs)
+
+
+def _expanded(runs: str) -> tuple[int, ...]:
+    """The lengths of a short form."""
+    pairs = [map(int, run.split("x")) for run in runs.split("/")]
+    return tuple(n for n, *times in pairs for n in [n] * (times[0] if times else 1))
+
+
 def _form(text: str, what: str) -> str:
-    forms = "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k, backward)"
+    forms = (
+        "'B4,N32,S4096,D128' (also KV8, SKV512, DV64, WL4095, WR0, bfloat16, causal, softcap, v_in_k, backward, "
+        "kv_lengths=4096/512x3)"
+    )
     return f"shape: expected a form like {forms}, got {text!r}: {what}"

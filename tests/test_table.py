@@ -169,7 +169,7 @@ def test_merge_right_wins_and_order_does_not_matter():
 
 def test_every_field_of_a_shape_is_in_the_key():
     in_key = {"dtype", "head_dim", "v_head_dim", "causal", "mask", "q_len", "kv_len", "batch", "q_heads", "kv_heads"}
-    in_key |= {"window", "softcap", "v_in_k", "backward"}
+    in_key |= {"window", "softcap", "v_in_k", "backward", "q_lengths", "kv_lengths"}
     assert {field.name for field in dataclasses.fields(AttentionShape)} == in_key  # a new field: add it to EXACT
     assert key_of(AttentionShape.parse("B2,N8,KV2,S64,SKV96,D128,DV64,causal")) == {
         "dtype": "float16",
@@ -182,6 +182,7 @@ def test_every_field_of_a_shape_is_in_the_key():
         "softcap": None,
         "v_in_k": None,
         "backward": None,
+        "lengths": None,
         "q_len": 64,
         "kv_len": 96,
         "batch_heads": 16,

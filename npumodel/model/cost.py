@@ -10,7 +10,7 @@ them side by side.
 from __future__ import annotations
 
 import dataclasses
-from functools import reduce
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -60,7 +60,10 @@ class KernelPrice(NamedTuple):
     """One kernel. Times in seconds; busy, wait (compute stages) and bytes by stage: of the busiest core, bytes of the
     whole call; busiest_core: its number; `combine`: what all cores do together once, such as joining the parts of split
     keys at the end. serial: as `core`, with nothing beside anything else. hbm_seconds: what the memory needs for the
-    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is."""
+    kernel's bytes; loads and stores of a core run side by side, but no core is done before the memory is.
+
+    Of a group of a call with lengths: what all groups share is that of the whole kernel; core, serial, busy and wait
+    are those of the core for whose sake the call takes at least `core`; traffic and footprints are the group's."""
 
     launch: Any
     core: Any
@@ -90,12 +93,37 @@ def price(t: TimeConstants, p: AnyProblem, tile: AnyTile, d: DeviceSpec, options
 
     A MatmulProblem goes with a MatmulTile, a SoftmaxProblem with a SoftmaxTile, else ValueError.
 
+    A call whose examples have lengths of their own is one launch. Assumed: the cores share the tasks of all its groups
+    evenly, as far as whole tasks allow: a call takes no less than its examples that are at least as long as those of
+    any one group would if they were just as long.
+
     temperature: a plain 0 = exact; above it counts are relaxed and the discrete knobs are blended.
     """
     p, tile = tiling.lowered(p, tile, d, temperature)
     graph = compile_graph(options.masked, tile.fusion, p.kind)
-    kernels = tuple(_price_kernel(kernel, t, p, tile, d, options, temperature) for kernel in graph.kernels)
+
+    def kernels_of(p: Problem):
+        return tuple(_price_kernel(kernel, t, p, tile, d, options, temperature) for kernel in graph.kernels)
+
+    if p.others is None:
+        kernels = kernels_of(p)
+    else:
+        kernels = tuple(map(_longest_group, jax.vmap(kernels_of, axis_name=tiling.GROUPS)(p)))
     return Price(sum(k.launch + k.core for k in kernels), kernels)
+
+
+def _longest_group(groups: KernelPrice) -> KernelPrice:
+    """One kernel of a call with lengths, from what each of its groups [groups, ...] says of it: what is said for the
+    sake of the one that takes longest (of equals, as where the memory is what takes so long, of the one that works
+    most), and the most room that any of them needs."""
+    longest = groups.core >= groups.core.max(0)[None]
+    which = jnp.argmax(jnp.where(longest, sum(groups.busy.values()), -1.0), 0)[None]
+
+    def chosen(x):
+        x = jnp.broadcast_to(x.reshape(*x.shape, *[1] * (groups.core.ndim - x.ndim)), groups.core.shape)
+        return jnp.take_along_axis(x, which, 0)[0]
+
+    return jax.tree.map(chosen, groups)._replace(footprints=tiling.largest(groups.footprints))
 
 
 class Parts(NamedTuple):
@@ -153,27 +181,36 @@ def _price_kernel(kernel: Kernel, t, p: Problem, tile: TileConfig, d: DeviceSpec
     combined, combined_hbm = once(t, p, d, x, b.parts, temperature)
     runs, runs_of_core = _runs(table, _counts(p, b, temperature)), _runs(table, core.counts)
     busy = {name: (runs_of_core[name] * seconds).sum(0) for name, seconds in corners.seconds.items()}
-    moved = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
+    own = {name: x.stacks * (runs[name] * bytes_).sum(0) for name, bytes_ in corners.bytes.items()}
+    moved = {name: tiling.over_groups(p, bytes_) for name, bytes_ in own.items()}
     fills = [moved[s.name] for s in table.stages if s.action in ("gm_l1", "ub_l1")]
-    hbm_bytes = sum(miss_share(s, x) * moved[s.name] for s in table.stages if s.action in GM_PATHS)
-    busiest = _longer(core.tasks, core.heaviest)
+    missed = sum(miss_share(s, x) * own[s.name] for s in table.stages if s.action in GM_PATHS)
+    hbm_bytes = tiling.over_groups(p, missed)
+    busiest, wait = _longer(core.tasks, core.heaviest), core.wait
     joining = sum(combined.seconds.values())
 
     def floor(makespan):  # what a border saves is that of tasks of mean length: never more than the pipes allow
         pipes = [sum(busy[s.name] for s in table.stages if s.pipe == pipe) for pipe in table.pipes]
         return reduce(jnp.maximum, pipes, makespan) if tile.persistent else makespan
 
+    makespan, serial = floor(busiest.makespan), busiest.serial
+    if p.others is not None:
+        found = makespan, serial, busy, wait
+        mean = floor(core.mean.makespan * x.waves), core.mean.serial * x.waves, busy, wait
+        shared = jax.tree.map(lambda s: tiling.over_groups(p, x.tasks / (x.waves * x.active) * s), mean)
+        makespan, serial, busy, wait = jax.tree.map(partial(jnp.where, shared[0] > makespan), shared, found)
+        serial = jnp.maximum(serial, hbm_bytes * t.hbm)
     return KernelPrice(
-        launch=t.launch + t.launch_core * x.active + t.launch_task * x.waves,
-        core=jnp.maximum(floor(busiest.makespan), hbm_bytes * t.hbm) + joining,
-        serial=busiest.serial + joining,
+        launch=t.launch + t.launch_core * x.active + t.launch_task * x.launched,
+        core=jnp.maximum(makespan, hbm_bytes * t.hbm) + joining,
+        serial=serial + joining,
         busy=busy,
-        wait=core.wait,
+        wait=wait,
         bytes=moved,
         combine=combined,
         hbm_bytes=hbm_bytes + combined_hbm,
         hbm_seconds=hbm_bytes * t.hbm,
-        l1_read_bytes=x.stacks * (runs[_STEP] * corners.l1_reads).sum(0),
+        l1_read_bytes=tiling.over_groups(p, x.stacks * (runs[_STEP] * corners.l1_reads).sum(0)),
         l1_fill_bytes=sum(fills, jnp.zeros_like(x.stacks)),
         footprints=feet,
         traffic=x,
@@ -205,11 +242,13 @@ def _runs(table: StageTable, counts: dict) -> dict:
 
 class _Core(NamedTuple):
     """The busiest core. number: 0, but with "round_robin"; tasks: all of its tasks added up; heaviest: the longest task
-    that there is; wait: seconds that each compute stage waits for transfers; counts: as `_counts`, of its tasks."""
+    that there is; mean: the mean task of a head; wait: seconds that each compute stage waits for transfers; counts: as
+    `_counts`, of its tasks."""
 
     number: Any
     tasks: TaskTimes
     heaviest: TaskTimes
+    mean: TaskTimes
     wait: dict
     counts: dict
 
@@ -264,8 +303,10 @@ def _busiest_core(cut: Parts, p: Problem, tile: TileConfig, sync, o: Options, te
         stream, drained = _in_a_stream(cut, tasks, k, o)
         joined = _dealt_out(p, cut.blocks, cut.traffic, stream, tile.core_order, temperature)
         makespan = jnp.minimum(joined.tasks.makespan + drained, core.tasks.makespan)
+        each = jnp.minimum(joined.mean.makespan + drained / cut.traffic.waves, core.mean.makespan)
         wait = {name: jnp.maximum(seconds, 0.0) for name, seconds in joined.wait.items()}
-        return core._replace(tasks=core.tasks._replace(makespan=makespan), wait=wait)
+        tasks, mean = (x._replace(makespan=s) for x, s in ((core.tasks, makespan), (core.mean, each)))
+        return core._replace(tasks=tasks, mean=mean, wait=wait)
 
     lookahead = tile.lookahead if o.overlap else 0 * tile.lookahead
     if o.whole_lookahead or (isinstance(temperature, (int, float)) and temperature == 0):
@@ -362,12 +403,12 @@ def _dealt_out(p: Problem, b: Blocks, x: Traffic, tasks: _Tasks, core_order: str
     wait = {name: mean_share * wait for name, wait in total.wait.items()}
     counts = _counts(p, b, temperature)
     share = jax.tree.map(lambda n: mean_share * n, counts)
-    core = _Core(0.0 * x.waves, plus(rest, total, heads), tasks.heaviest(b), wait, share)
+    core = _Core(0.0 * x.waves, plus(rest, total, heads), tasks.heaviest(b), mean_task, wait, share)
     if core_order != "round_robin":
         return core
     kinds = round_robin.Kinds(every, end, ragged, mean_task)
     number, own, counts = round_robin.busiest(p, b, x, kinds, jax.tree.map(lambda n: n / per_head, counts))
-    dealt = _Core(number, own, core.heaviest, own.wait, counts)
+    dealt = _Core(number, own, core.heaviest, mean_task, own.wait, counts)
     if isinstance(temperature, (int, float)) and temperature == 0:
         return dealt
     return jax.tree.map(lambda one, other: jnp.where(temperature <= 0, one, other), dealt, core)

@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, gate
 from .stages import GM_PATHS, VECTOR_PATHS, Stage, StageTable
-from .tiling import ACC_BYTES, FRACTAL, L0_BLOCK, MIN_VECTOR_ROWS, Problem, Traffic, l0_depth, read_again, sum_bytes
+from .tiling import (
+    ACC_BYTES,
+    FRACTAL,
+    L0_BLOCK,
+    MIN_VECTOR_ROWS,
+    Problem,
+    Traffic,
+    l0_depth,
+    query_rows,
+    read_again,
+    sum_bytes,
+)
 
 #: Vector passes over the scores: (elements at the add rate, at the reduce rate, at the exp rate) per score.
 #: Online softmax: scale, subtract max, cast; row max, row sum; exp.
@@ -371,7 +382,7 @@ def combine(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, parts, temp
     launched takes an equal share of the rows, reads all parts of them (from L2 as far as it holds the workspace),
     weighs and adds them, divides and stores. All zero where parts = 1."""
     units, split = x.active * d.vector_cores_per_cube, gate(parts - 1)
-    rows = p.batch * p.q_heads * p.q_len
+    rows = query_rows(p)
     mine = ceil_div(rows, units, temperature)
     row_bytes = p.v_head_dim * p.element_bytes + partial_bytes(p, parts)
     add, reduce, exp = COMBINE_PASSES
@@ -400,7 +411,7 @@ AFTER = (("load_sums", "MTE2", "gm_ub"), ("cast_sums", "VECTOR", "vector"), ("st
 def before_and_after(t: TimeConstants, p: Problem, d: DeviceSpec, x: Traffic, temperature=0.0) -> Work:
     """The stages of BEFORE and AFTER, one after the other; every vector unit takes an equal share of the rows."""
     units = d.cube_cores * d.vector_cores_per_cube
-    rows = p.batch * p.q_heads * p.q_len
+    rows = query_rows(p)
     share = ceil_div(rows, units, temperature) / rows
     everywhere = x._replace(sharing=1 / share / d.vector_cores_per_cube)
     outputs, sums = rows * p.v_head_dim, sum_bytes(p)

@@ -78,7 +78,8 @@ class Cost:
 
     shape, tile    what was asked: an AttentionShape and a TileConfig, or a MatmulShape or SoftmaxShape and its tile
     seconds        total, launches included
-    stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size
+    stages         in program order; busy and dma_wait of the busiest core, its tasks being of mean size. Of examples of
+                   several lengths it has its share of each; or, where that takes longer, of the longer ones only
     traffic        bytes of the whole call per data path ("gm_l1", ...) and "hbm"
     l1_hit_rate    share of the bytes that the matrix unit's loads read from L1 without a new transfer into L1; 1 where
                    it reads nothing
@@ -170,9 +171,10 @@ def estimate(shape: Shape, device: DeviceSpec, tile: AnyTile, *, overlap: bool =
     overlap False prices the same work with no transfer beside any computation.
     A call whose tensors alone are larger than the HBM has no plan that fits; it is priced all the same, as a question
     of what if, and `Cost.too_large` says so. A plan whose workspace is what does not fit is refused.
+    Examples with lengths of their own are one launch: see `cost.price`. Their padding takes room in HBM and no time.
 
-    Raises ValueError when a buffer is too small for the tile (buffer, bytes needed, bytes available), or when the
-    device has no such dtype.
+    Raises ValueError when no example has both queries and keys, when a buffer is too small for the tile (buffer, bytes
+    needed, bytes available), or when the device has no such dtype.
     """
     problems = illegal(shape, device, tile)
     if problems:
@@ -195,10 +197,8 @@ def _real(x):
 @partial(jax.jit, static_argnames="masked")
 def _footprints(p: AnyProblem, tile: AnyTile, d: DeviceSpec, masked: bool):
     p, tile = tiling.lowered(p, tile, d)
-    b = tiling.cut(p, tile)
     graph = compile_graph(masked, tile.fusion, p.kind)
-    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in graph.kernels]
-    return {name: jnp.stack([f[name] for f in feet]).max(0) for name in feet[0]}
+    return tiling.footprints_of_call(p, tile, d, tuple(kernel.kinds for kernel in graph.kernels))
 
 
 def footprints(shape: Shape, device: DeviceSpec, tile: AnyTile) -> tuple[Footprint, ...]:
@@ -217,9 +217,10 @@ def misfits(shape: AttentionShape, device: DeviceSpec, tile: TileConfig) -> list
 
 
 def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
-    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, and for
-    heads that do not divide. HBM: only where the tensors of the call would fit without this plan's workspace. Backward:
-    one for every knob that it does not have; the buffers then go unchecked.
+    """One sentence for every buffer that is too small, naming it, the bytes needed and the bytes available, for heads
+    that do not divide, and for an order that examples of several lengths do not have. HBM: only where the tensors of
+    the call would fit without this plan's workspace. Backward: one for every knob that it does not have; the buffers
+    then go unchecked.
 
     Where the device lets L1 overflow ("spill"), a full L1 costs time and is no error.
     """
@@ -239,6 +240,9 @@ def illegal(shape: Shape, device: DeviceSpec, tile: AnyTile) -> list[str]:
     group = shape.q_heads // shape.kv_heads
     if group % tile.heads_packed:
         problems.append(f"heads_packed: expected a divisor of q_heads / kv_heads = {group}, got {tile.heads_packed}")
+    if tile.core_order == "round_robin" and len(shape.groups) > 1:
+        orders = "'balanced' or 'contiguous' for examples of several lengths"
+        problems.append(f"core_order: expected {orders}, got 'round_robin'")
     return problems
 
 
@@ -347,14 +351,19 @@ def tasks_and_steps(shape: Shape, tile: AnyTile, device: DeviceSpec | None = Non
         whole, rest = divmod(shape.rows, each)
         return whole + (rest > 0), whole * -(-each // tile.block_rows) + -(-rest // tile.block_rows)
     assert isinstance(shape, AttentionShape) and isinstance(tile, TileConfig)  # `lowered` has refused the rest
-    begin, end = kv_blocks(shape, tile)
-    stacks = shape.batch * shape.q_heads // tile.heads_packed
-    return stacks * len(begin) * tile.split_kv, stacks * int((end - begin).sum())
+    tasks = steps = 0
+    for group in shape.groups:
+        begin, end = kv_blocks(group, tile)
+        stacks = group.batch * group.q_heads // tile.heads_packed
+        tasks, steps = tasks + stacks * len(begin) * tile.split_kv, steps + stacks * int((end - begin).sum())
+    return tasks, steps
 
 
 def kv_blocks(shape: AttentionShape, tile: TileConfig) -> tuple[np.ndarray, np.ndarray]:
     """First kv block, and the one after the last, of each q block of a head: two times [q_blocks]. The kv blocks lie on
-    one grid from key 0; those between are the ones of which some query of the q block sees a key."""
+    one grid from key 0; those between are the ones of which some query of the q block sees a key.
+
+    Raises ValueError for a shape with lengths."""
     rows, cols = min(tile.block_q, shape.q_len), min(tile.block_kv, shape.kv_len)
     low, high = shape.band
     first = np.arange(0, shape.q_len, rows, dtype=np.int64)

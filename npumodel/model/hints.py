@@ -4,14 +4,12 @@ kernel comes next)."""
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Sequence
 
 from ..hardware import DeviceSpec
 from ..tile import TileConfig
 from ..workload import AttentionShape
-from .estimate import Cost, estimate
+from .estimate import estimate
 from .trace import timeline
 
 
@@ -44,48 +42,18 @@ def hints(
 ) -> Hints:
     """What the lengths of the examples, and the kernel that comes next, are worth to a call.
 
-    q_lengths, kv_lengths  [batch], 0 .. q_len and kv_len (None: all of it); causal stays bottom-right aligned
-
-    Examples of several lengths run in one launch. Assumed: their tasks are dealt out evenly, so that a core takes its
-    share of each length, and never less than the longest task.
+    q_lengths, kv_lengths  [batch], as those of AttentionShape; None: those of `shape`
 
     Raises ValueError for lengths of another number or out of range, and as `estimate`.
     """
-    pairs = zip(
-        _lengths("q_lengths", q_lengths, shape.batch, shape.q_len),
-        _lengths("kv_lengths", kv_lengths, shape.batch, shape.kv_len),
-        strict=True,
+    q_lengths, kv_lengths = (
+        own if given is None else given for given, own in ((q_lengths, shape.q_lengths), (kv_lengths, shape.kv_lengths))
     )
-    groups = Counter(pair for pair in pairs if min(pair) > 0)
-    whole = estimate(shape, device, tile)
-    costs = [
-        estimate(dataclasses.replace(shape, batch=count, q_len=q_len, kv_len=kv_len), device, tile)
-        for (q_len, kv_len), count in sorted(groups.items())
-    ]
-    events = timeline(shape, device, tile, max_events=1).events
+    known = dataclasses.replace(shape, q_lengths=q_lengths, kv_lengths=kv_lengths)
+    padded = dataclasses.replace(shape, q_lengths=None, kv_lengths=None)
+    whole = estimate(padded, device, tile)
+    # Of a call that does nothing, what is left is the launches.
+    valid = estimate(known, device, tile).seconds if known.groups else whole.launches * float(device.launch_base_s)
+    events = timeline(padded, device, tile, max_events=1).events
     first = min(e.start for e in events if e.pipe in ("CUBE", "VECTOR"))
-    return Hints(whole.seconds, _together(costs, device, tile), first - min(e.start for e in events))
-
-
-def _together(costs: list[Cost], device: DeviceSpec, tile: TileConfig) -> float:
-    """Seconds of several calls as one launch."""
-    if len(costs) == 1:
-        return costs[0].seconds
-    there, tasks = int(min(device.cube_cores, tile.cores)), sum(cost.tasks for cost in costs)
-    launch = device.launch_base_s + device.launch_per_core_s * min(there, tasks)
-    launch = float(launch + device.launch_per_task_s * math.ceil(tasks / there))
-    cores, longest = 0.0, 0.0
-    for cost in costs:
-        waves, core = math.ceil(cost.tasks / there), cost.seconds - cost.launch_seconds
-        cores += core * cost.tasks / (waves * there)
-        longest = max(longest, core / waves)
-    return launch + max(cores, longest)
-
-
-def _lengths(name: str, lengths: Sequence[int] | None, batch: int, most: int) -> list[int]:
-    if lengths is None:
-        return [most] * batch
-    found = [int(n) for n in lengths]
-    if len(found) != batch or any(n != m or not 0 <= n <= most for n, m in zip(found, lengths, strict=True)):
-        raise ValueError(f"{name}: expected {batch} integers (one an example) of 0..{most}, got {list(lengths)}")
-    return found
+    return Hints(whole.seconds, valid, first - min(e.start for e in events))

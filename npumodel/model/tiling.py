@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..hardware import DeviceSpec
 from ..relax import ceil_div, floor_div, floor_sum, gate
@@ -26,6 +27,21 @@ ACC_BYTES = 4
 MIN_VECTOR_ROWS = 8
 
 
+#: The axis along which `cost.price` works on the groups of a call side by side.
+GROUPS = "groups"
+
+
+class Others(NamedTuple):
+    """What a group of examples of equal lengths knows of the call that it is a part of.
+
+    longer        examples of the call with at least its queries and keys, its own included
+    tensor_bytes  of the tensors of the whole call, padding included
+    """
+
+    longer: Any
+    tensor_bytes: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -38,6 +54,8 @@ class Problem:
     kind        "attention", "backward" (of attention); "matmul", "softmax": what `lowered` makes of those
     v_tail      v_head_dim of the last head, where that differs (matmul)
     piece       columns of a row that a vector pass works on at once (softmax)
+    others      None; for a call whose examples have lengths of their own, every leaf is [groups, ...], its sizes those
+                of the groups of equal lengths. Some of them may have no example: then their batch is 0
     """
 
     batch: Any
@@ -55,10 +73,14 @@ class Problem:
     softcap: Any
     v_tail: Any = None
     piece: Any = None
+    others: Others | None = None
     kind: str = dataclasses.field(default="attention", metadata={"static": True})
 
     @classmethod
     def of(cls, shape: AttentionShape) -> Problem:
+        """Raises ValueError for a call of which no example does anything."""
+        if shape.has_lengths:
+            return _grouped(shape)
         return cls(
             *map(float, (shape.batch, shape.q_heads, shape.kv_heads, shape.q_len, shape.kv_len)),
             *map(float, (shape.head_dim, shape.v_head_dim, *shape.band, shape.element_bytes, shape.mask_bytes)),
@@ -66,6 +88,34 @@ class Problem:
             softcap=float(shape.softcap),
             kind=shape.kind,
         )
+
+
+def _grouped(shape: AttentionShape) -> Problem:
+    """A call with lengths: its groups, and as many without any example as make their number a power of two."""
+    shape.largest  # noqa: B018, refuses a call without groups
+    groups, bytes_ = shape.groups, float(shape.tensor_bytes)
+
+    def longer(group: AttentionShape) -> int:
+        return sum(g.batch for g in groups if g.q_len >= group.q_len and g.kv_len >= group.kv_len)
+
+    rows = [dataclasses.replace(Problem.of(g), others=Others(float(longer(g)), bytes_)) for g in groups]
+    rows += [dataclasses.replace(rows[0], batch=0.0)] * (2 ** (len(rows) - 1).bit_length() - len(rows))
+    return jax.tree.map(lambda *xs: np.array(xs), *rows)
+
+
+def over_groups(p: Problem, x):
+    """x of all groups of the call added up; x itself where it has no groups."""
+    return x if p.others is None else jax.lax.psum(x, GROUPS)
+
+
+def _mean_example(p: Problem, x):
+    """x of a mean example of the call."""
+    return x if p.others is None else over_groups(p, p.batch * x) / over_groups(p, p.batch)
+
+
+def _largest_group(p: Problem, x):
+    """The largest x of a group."""
+    return x if p.others is None else jax.lax.all_gather(x, GROUPS).max(0)
 
 
 @jax.tree_util.register_dataclass
@@ -321,10 +371,11 @@ def steps_beyond(p: Problem, b: Blocks, limit, temperature=0.0):
 class Traffic(NamedTuple):
     """What one core sees of the shared levels. Shares are 0..1; a `miss` goes to HBM, the rest is served by L2.
 
-    stacks      heads of the whole call, packed ones counted once
+    stacks      heads of the whole call, or of a group, packed ones counted once
     active      cores that have work
-    tasks       tasks of the whole call
-    waves       tasks of the busiest core
+    tasks       tasks of the whole call, or of a group
+    waves       tasks of the busiest core; of a group: of the core with the most of the tasks that are as long
+    launched    tasks of the core that gets the most
     sharing     cores at work at a time, in the mean: those that share HBM
     kv_miss     share of K and V bytes that come from HBM
     s_miss, p_miss, o_miss   share of the bytes of S, P and partial O that do not stay in L2; backward: of S and dP, of
@@ -337,6 +388,7 @@ class Traffic(NamedTuple):
     active: Any
     tasks: Any
     waves: Any
+    launched: Any
     sharing: Any
     kv_miss: Any
     s_miss: Any
@@ -358,6 +410,9 @@ def share_of_chip(
 
     Backward: the float32 sums of dK and dV lie beside K and V, and an atomic add costs HBM what a write does. A task's
     Q, dO and dQ stay in L2. Of all sums, what fits is still there when they are cast at the end.
+
+    A group of a call with lengths shares all of this with the others: cores, memory and L2 are those of the whole call,
+    with the mean of its examples in flight, and as many cores at a time at work as if all steps took equally long.
     """
     if p.kind == "matmul":
         return _share_of_matmul(p, d, b, l1_bytes, temperature)
@@ -365,13 +420,20 @@ def share_of_chip(
         return _share_of_softmax(p, d, b, temperature)
     stacks = p.batch * p.q_heads / tile.heads_packed
     tasks = stacks * b.q_blocks * b.parts
-    active = active_cores(p, tile, d, b)
-    waves = ceil_div(tasks, launched_cores(tile, d), temperature)
+    active, cores = active_cores(p, tile, d, b), launched_cores(tile, d)
+    launched = waves = ceil_div(over_groups(p, tasks), cores, temperature)
+    sharing = tasks / waves
+    if p.others is not None:
+        of_example = p.q_heads / tile.heads_packed * b.q_blocks * b.parts
+        waves = ceil_div(p.others.longer * of_example, cores, temperature)
+        steps = over_groups(p, stacks * b.steps)
+        longest = _largest_group(p, waves * b.steps / (b.q_blocks * b.parts))
+        sharing = steps / jnp.maximum(steps / active, longest)
     row_bytes = (p.head_dim + p.v_loads * p.v_head_dim) * p.element_bytes
     seen = jnp.minimum(p.kv_len, kv_rows(b)) * row_bytes  # of a head: keys that no query sees are not read
     near = jnp.minimum(seen, (jnp.maximum(b.most_steps, b.last_steps) + 1) * b.cols * row_bytes)
     sums = near / row_bytes * (p.head_dim + p.v_head_dim) * ACC_BYTES if p.kind == "backward" else 0.0
-    in_flight = jnp.minimum(active, p.batch * p.kv_heads) * (near + sums)
+    in_flight = jnp.minimum(active, over_groups(p, p.batch * p.kv_heads)) * _mean_example(p, near + sums)
     workspace, between = workspace_bytes(p, tile, d, b, kinds)
     resident = jnp.minimum(1.0, jnp.maximum(d.l2_bytes - workspace, 0.0) / in_flight)
     handed = jnp.minimum(1.0, d.l2_bytes / jnp.maximum(workspace, 1.0))
@@ -389,8 +451,9 @@ def share_of_chip(
         active,
         tasks,
         waves=waves,
-        sharing=tasks / waves,
-        kv_miss=jnp.minimum(kv_bytes / asked, 1.0),
+        launched=launched,
+        sharing=sharing,
+        kv_miss=jnp.minimum(kv_bytes / jnp.maximum(asked, 1.0), 1.0),
         s_miss=1 - handed if {"qk", "softmax"} <= set(kinds) or p.kind == "backward" else between_miss,
         p_miss=1 - handed if {"softmax", "pv"} <= set(kinds) or p.kind == "backward" else between_miss,
         o_miss=1 - (jnp.minimum(1.0, d.l2_bytes / sum_bytes(p)) if p.kind == "backward" else handed),
@@ -403,7 +466,12 @@ def share_of_chip(
 def sum_bytes(p: Problem):
     """Bytes of the float32 sums of dQ, dK and dV."""
     per_column = p.q_heads * p.q_len * p.head_dim + p.kv_heads * p.kv_len * (p.head_dim + p.v_head_dim)
-    return p.batch * per_column * ACC_BYTES
+    return over_groups(p, p.batch * per_column * ACC_BYTES)
+
+
+def query_rows(p: Problem):
+    """Query rows of all heads of the call."""
+    return over_groups(p, p.batch * p.q_heads * p.q_len)
 
 
 def _share_of_matmul(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, temperature) -> Traffic:
@@ -426,6 +494,7 @@ def _share_of_matmul(p: Problem, d: DeviceSpec, b: Blocks, l1_bytes, temperature
         active,
         tasks,
         waves=waves,
+        launched=waves,
         sharing=tasks / waves,
         kv_miss=(1 + (b.q_blocks - 1) * (1 - b_kept)) / b.q_blocks,
         s_miss=one,
@@ -442,7 +511,8 @@ def launched_cores(tile: TileConfig, d: DeviceSpec):
 
 def active_cores(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks):
     """Cores that a plan launches: those that have work."""
-    return jnp.minimum(launched_cores(tile, d), p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts)
+    tasks = p.batch * p.q_heads / tile.heads_packed * b.q_blocks * b.parts
+    return jnp.minimum(launched_cores(tile, d), over_groups(p, tasks))
 
 
 def _share_of_softmax(p: Problem, d: DeviceSpec, b: Blocks, temperature) -> Traffic:
@@ -456,6 +526,7 @@ def _share_of_softmax(p: Problem, d: DeviceSpec, b: Blocks, temperature) -> Traf
         tasks * one,
         tasks * one,
         waves=one,
+        launched=one,
         sharing=tasks * one,
         kv_miss=one,
         s_miss=(1 + again * (1 - kept)) / (1 + again),
@@ -473,6 +544,22 @@ def read_again(p: Problem, temperature=0.0):
 def kv_rows(b: Blocks):
     """Rows of K (and of V) that all tasks of a head read."""
     return (b.steps - b.reach_end) * b.cols + b.reach_end * b.tail_cols
+
+
+def largest(feet: dict) -> dict:
+    """The most bytes that any of the kernels, or groups, [n, ...] needs in each buffer."""
+    return {name: needed.max(0) for name, needed in feet.items()}
+
+
+def footprints_of_call(p: Problem, tile: TileConfig, d: DeviceSpec, kernels: tuple[tuple[str, ...], ...]) -> dict:
+    """`footprints` of a whole call, the largest over its kernels, given as the kinds of their ops."""
+
+    def of_group(p: Problem) -> dict:
+        b = cut(p, tile)
+        feet = [footprints(p, tile, d, b, kinds) for kinds in kernels]
+        return largest({name: jnp.stack([f[name] for f in feet]) for name in feet[0]})
+
+    return of_group(p) if p.others is None else largest(jax.vmap(of_group, axis_name=GROUPS)(p))
 
 
 def footprints(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]) -> dict:
@@ -593,6 +680,8 @@ def capacities(d: DeviceSpec) -> dict:
 
 def tensor_bytes(p: Problem):
     """Bytes of the tensors of the call, as `tensor_bytes` of its shape."""
+    if p.others is not None:
+        return p.others.tensor_bytes
     if p.kind == "matmul":
         n = (p.q_heads - 1) * p.v_head_dim + p.v_tail
         return p.element_bytes * p.batch * (p.q_len * (p.kv_len + n) + p.kv_len * n)
@@ -614,7 +703,8 @@ def hbm_workspace(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds:
     if p.kind == "backward":
         return in_flight + between + sum_bytes(p)
     partial = ACC_BYTES * (p.v_head_dim + 2 * MIN_VECTOR_ROWS)
-    return in_flight + between + gate(b.parts - 1) * b.parts * p.batch * p.q_heads * p.q_len * partial
+    split = gate(b.parts - 1) * b.parts * p.batch * p.q_heads * p.q_len * partial
+    return in_flight + between + over_groups(p, split)
 
 
 def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kinds: tuple[str, ...]):
@@ -625,7 +715,7 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     template).
     """
     e = p.element_bytes
-    zero, calls = jnp.zeros_like(b.rows + p.q_heads), p.batch * p.q_heads * p.q_len * p.kv_len
+    zero, calls = jnp.zeros_like(b.rows + p.q_heads), over_groups(p, p.batch * p.q_heads * p.q_len * p.kv_len)
     if len(kinds) == 1:
         s, pr = kinds[0] != "pv", kinds[0] != "qk" and kinds[0] != "mask"
         return zero, zero + calls * (ACC_BYTES * s + e * pr)
@@ -635,6 +725,8 @@ def workspace_bytes(p: Problem, tile: TileConfig, d: DeviceSpec, b: Blocks, kind
     all_rows = b.rows * tile.heads_packed
     if p.kind == "backward":
         more = jnp.maximum(tile.lookahead - 1, 0) * 2 * e
-        return active_cores(p, tile, d, b) * all_rows * b.cols * (4 * ACC_BYTES + more), zero
+        blocks = active_cores(p, tile, d, b) * all_rows * b.cols * (4 * ACC_BYTES + more)
+        return _mean_example(p, blocks), zero
     scores = 2 * ACC_BYTES * ("qk" in kinds) + (tile.lookahead + 1) * e
-    return active_cores(p, tile, d, b) * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES), between
+    blocks = active_cores(p, tile, d, b) * all_rows * (b.cols * scores + 2 * p.v_head_dim * ACC_BYTES)
+    return _mean_example(p, blocks), between

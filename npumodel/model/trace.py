@@ -89,8 +89,14 @@ class Timeline:
 def timeline(shape: AttentionShape, device: DeviceSpec, tile: TileConfig, *, max_events: int = 20_000) -> Timeline:
     """The first tasks of the core, as many as fit into `max_events` events (at least one task's first steps).
 
-    Raises ValueError for a tile that does not fit, as `estimate` does.
+    Raises ValueError for a tile that does not fit, as `estimate` does, and for a call whose examples have lengths of
+    their own: what its price says is their sum, and no core's order of tasks.
     """
+    if shape.has_lengths:
+        raise ValueError(
+            f"trace: expected a call without q_lengths and kv_lengths, got {shape.label}; trace the examples of one "
+            "length, shape.groups[-1]"
+        )
     cost = estimate(shape, device, tile)
     options = Options.of(shape, tile)
     args, events = arguments(shape, tile, device), []

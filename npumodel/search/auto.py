@@ -44,6 +44,7 @@ from npumodel.search.space import (
     fits,
     fitted,
     legal,
+    longest,
     needs,
     padded,
     possible,
@@ -196,8 +197,8 @@ def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) 
 def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resolved]:
     """For each shape the fastest legal tile of a fixed small set, by exact price; all shapes in one batch.
 
-    The shapes have one dtype, and a mask all or none. Ties: fewer bytes of L1, then the earlier in the set.
-    Raises ValueError when nothing is legal, or the device does not multiply the dtype.
+    The shapes have one dtype, a mask all or none, and no lengths if there are several shapes. Ties: fewer bytes of L1,
+    then the earlier in the set. Raises ValueError when nothing is legal, or the device does not multiply the dtype.
     """
     default = shrunk(shapes, device, [DEFAULT] * len(shapes))
     rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])
@@ -217,7 +218,7 @@ def candidates(
 ) -> list[TileConfig]:
     """The default first; distinct, cut to the lengths. Where query heads share a kv head, the plans also with all of
     them packed; where their tasks leave cores idle, also with the keys split over these."""
-    whole = TileConfig(padded(shape.q_len), padded(shape.kv_len), buffers=1, lookahead=0)
+    whole = TileConfig(*map(padded, longest(shape)), buffers=1, lookahead=0)
     plans = [default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]
     return list(dict.fromkeys(plan for tile in plans for plan in _spread(tile, shape, device)))
 
@@ -230,8 +231,8 @@ def _spread(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> list
     found = []
     for packed in dict.fromkeys((1, group)):
         plan = tile.replace(heads_packed=packed)
-        tasks = shape.batch * shape.q_heads // packed * -(-shape.q_len // tile.block_q)
-        most = min(MOST_SPLIT, shape.kv_len // SPLIT_KEYS, int(device.cube_cores) // tasks)
+        tasks = sum(one.batch * one.q_heads // packed * -(-one.q_len // tile.block_q) for one in shape.groups)
+        most = min(MOST_SPLIT, longest(shape)[1] // SPLIT_KEYS, int(device.cube_cores) // tasks)
         found += [plan.replace(split_kv=parts) for parts in dict.fromkeys((1, 2 ** max(0, most.bit_length() - 1)))]
     return found
 

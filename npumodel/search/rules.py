@@ -35,8 +35,10 @@ _CURE = '"auto", "small", "large", a text like "128x512", a number of parts, (pa
 def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
     """The plain tile that `level` names for a call, and how it was given ("explicit" or "level: ...").
 
-    Raises ValueError (expected, got) for something that names no tile.
+    Parts and blocks are those of the longest lengths. Raises ValueError (expected, got) for something that names no
+    tile.
     """
+    shape = shape.largest
     if isinstance(level, TileConfig):
         return _checked(level), "explicit"
     if isinstance(level, str) and level in LEVELS:
@@ -125,6 +127,7 @@ def _block(length: int, parts: int) -> int | None:
 def rule_of_thumb(shape: AttentionShape) -> TileConfig:
     """The article's rule (M4), S = the longer of q_len and kv_len: S >= 2048 and D >= 64 -> large; B >= 8 and
     S <= 1024 -> small; else the default."""
+    shape = shape.largest
     length = max(shape.q_len, shape.kv_len)
     if length >= 2048 and shape.head_dim >= 64:
         return LEVELS["large"]
@@ -147,6 +150,7 @@ def vendor_rule(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
 
     Assumed: pieces of 128 keys are `kv_pieces`, the kernel's ping-pong `buffers` 2. Not checked against the device.
     """
+    shape = shape.largest
     group, cores = shape.q_heads // shape.kv_heads, int(device.cube_cores)
     if shape.backward:
         return fitted(TileConfig(128, 128), shape)

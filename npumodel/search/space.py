@@ -98,11 +98,12 @@ class Space:
     @classmethod
     def of(cls, shape: AttentionShape, device: DeviceSpec) -> Space:
         """The space that `tune` searches: all numbers, of a fused kernel, its tasks balanced and drained, K and V
-        whole. One-block tiles (at least as large as the sequence) are in it."""
-        blocks = lattice(shape.q_len), lattice(shape.kv_len)
+        whole. One-block tiles (at least as large as the longest sequence) are in it."""
+        lengths = longest(shape)
+        blocks = lattice(lengths[0]), lattice(lengths[1])
         if shape.backward:
             return cls(*blocks)
-        group, most = shape.q_heads // shape.kv_heads, min(MOST_SPLIT, shape.kv_len // SPLIT_KEYS)
+        group, most = shape.q_heads // shape.kv_heads, min(MOST_SPLIT, lengths[1] // SPLIT_KEYS)
         count = int(device.cube_cores)
         shares = {max(1, math.ceil(count * share)) for share in _SHARES} | {1}
         return cls(
@@ -239,9 +240,15 @@ def stacked(tiles: Sequence[TileConfig]) -> TileConfig:
     return tiles[0].replace(**columns)
 
 
+def longest(shape: AttentionShape) -> tuple[int, int]:
+    """Most queries and most keys of an example."""
+    largest = shape.largest
+    return largest.q_len, largest.kv_len
+
+
 def fitted(tile: TileConfig, shape: AttentionShape) -> TileConfig:
-    """The same plan with blocks no larger than the (padded) lengths: what lies beyond would never be used."""
-    q, kv = min(tile.block_q, padded(shape.q_len)), min(tile.block_kv, padded(shape.kv_len))
+    """The same plan with blocks no larger than the longest lengths (padded): what lies beyond would never be used."""
+    q, kv = (min(size, padded(n)) for size, n in zip((tile.block_q, tile.block_kv), longest(shape), strict=True))
     return tile.replace(block_q=q, block_kv=kv)
 
 
@@ -293,9 +300,11 @@ def _real(x) -> np.ndarray:
 
 
 def _problems(shapes: Sequence[AttentionShape], count: int) -> Problem:
-    """The calls [count], as reals; a single shape stands for all."""
-    rows = [Problem.of(shape) for shape in shapes]
-    return jax.tree.map(lambda *xs: np.broadcast_to(_real(xs), (count,)), *rows)
+    """The calls [count] or, with lengths, [groups, count], as reals; a single shape stands for all."""
+    known = {shape: Problem.of(shape) for shape in dict.fromkeys(shapes)}
+    rows = [known[shape] for shape in shapes]
+    stacks = jax.tree.map(lambda *xs: np.stack([_real(x) for x in xs], -1), *rows)
+    return jax.tree.map(lambda x: np.broadcast_to(x, (*x.shape[:-1], count)), stacks)
 
 
 def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
@@ -338,6 +347,7 @@ def possible(shapes: Sequence[AttentionShape], tiles: TileConfig) -> np.ndarray:
     good = (group % tiles.heads_packed == 0) & (plain_plan | ~backward)
     good &= (tiles.kv_pieces == 1) | (tiles.block_kv % (FRACTAL * tiles.kv_pieces) == 0)
     kind = (tiles.fusion == "fused" and not tiles.persistent) | ~backward
+    kind &= np.array([tiles.core_order != "round_robin" or len(shape.groups) <= 1 for shape in shapes])
     return np.asarray(good & kind & (whole if tiles.fusion != "fused" else True))
 
 
@@ -381,7 +391,7 @@ def _in_batches(run, shapes: Sequence[AttentionShape], tiles: TileConfig, empty:
     problems, tiles = _problems(shapes, n), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
 
     def batch(start: int) -> np.ndarray:
-        part = jax.tree.map(operator.itemgetter(slice(start, start + BATCH)), (problems, tiles))
+        part = jax.tree.map(operator.itemgetter((..., slice(start, start + BATCH))), (problems, tiles))
         return np.asarray(run(*part), float)[: _count(part[1])]
 
     starts = range(0, n, BATCH)
@@ -395,9 +405,9 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _filled(x) -> np.ndarray:
-    """x [n] as reals [BATCH], the rest a copy of the first."""
-    out = np.full(BATCH, x[0], jnp.result_type(float))
-    out[: len(x)] = x
+    """x [..., n] as reals [..., BATCH], the rest a copy of the first."""
+    out = np.empty((*x.shape[:-1], BATCH), jnp.result_type(float))
+    out[...], out[..., : x.shape[-1]] = x[..., :1], x
     return out
 
 
@@ -413,11 +423,11 @@ def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chu
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
     """Bytes that tiles [...] need in each of BUFFERS [6, ...], largest over the kernels of the call (see `needs`)."""
-    b, kernels = tiling.cut(p, tile), compile_graph(masked, tile.fusion, p.kind).kernels
-    feet = [tiling.footprints(p, tile, d, b, kernel.kinds) for kernel in kernels]
-    largest = {name: jnp.stack([foot[name] for foot in feet]).max(0) for name in BUFFERS}
-    largest["HBM"] = jnp.where(tiling.tensor_bytes(p) > d.hbm_bytes, 0.0, largest["HBM"])
-    return jnp.stack(list(largest.values()))
+    kernels = compile_graph(masked, tile.fusion, p.kind).kernels
+    largest = tiling.footprints_of_call(p, tile, d, tuple(kernel.kinds for kernel in kernels))
+    tensors = tiling.tensor_bytes(p) if p.others is None else p.others.tensor_bytes[0]
+    largest["HBM"] = jnp.where(tensors > d.hbm_bytes, 0.0, largest["HBM"])
+    return jnp.stack([largest[name] for name in BUFFERS])
 
 
 @functools.partial(jax.jit, static_argnames="masked")
@@ -435,7 +445,7 @@ def _seconds_jit(
         return price(t, p, tiles, d, Options("", masked, waits=False, in_pieces=in_pieces)).seconds
 
     def body(i, out):
-        part = jax.tree.map(lambda x: jax.lax.dynamic_slice(x, (i * CHUNK,), (CHUNK,)), (p, tiles))
+        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * CHUNK, CHUNK, x.ndim - 1), (p, tiles))
         return jax.lax.dynamic_update_slice(out, one(*part), (i * CHUNK,))
 
     return jax.lax.fori_loop(0, chunks, body, jnp.full(BATCH, jnp.inf))

@@ -26,7 +26,19 @@ KERNEL = "flash_attention_fwd"
 
 #: Fields of a key. An absent field means null, so that a later version can add one whose null is today's meaning;
 #: a row with a field that is unknown here (and not null) is kept, but never matches.
-EXACT = ("dtype", "head_dim", "v_head_dim", "causal", "mask", "gqa_group", "window", "softcap", "v_in_k", "backward")
+EXACT = (
+    "dtype",
+    "head_dim",
+    "v_head_dim",
+    "causal",
+    "mask",
+    "gqa_group",
+    "window",
+    "softcap",
+    "v_in_k",
+    "backward",
+    "lengths",
+)
 BUCKET = ("q_len", "kv_len", "batch_heads")
 
 #: Knobs of a config: those that every row has, and those that it has where they are not at their default.
@@ -38,7 +50,13 @@ _FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us
 
 
 def key_of(shape: AttentionShape) -> dict[str, Any]:
-    """The key of a call, for writing and for reading: EXACT and BUCKET fields, batch_heads = batch * q_heads."""
+    """The key of a call, for writing and for reading: EXACT and BUCKET fields, batch_heads = batch * q_heads.
+
+    Of a call with lengths, the sizes are those without padding. lengths: null if they are equal; else queries x keys
+    and number of the examples of each pair of lengths, "512x2048:3 1024x1024:1". So what was found for some lengths
+    serves the same ones in any order, and no others. Raises ValueError for a call that does nothing."""
+    groups, shape = shape.groups, shape.largest
+    lengths = " ".join(f"{g.q_len}x{g.kv_len}:{g.batch}" for g in groups)
     derived: dict[str, Any] = {
         "gqa_group": shape.q_heads // shape.kv_heads,
         "batch_heads": shape.batch * shape.q_heads,
@@ -46,6 +64,7 @@ def key_of(shape: AttentionShape) -> dict[str, Any]:
         "softcap": shape.softcap or None,
         "v_in_k": shape.v_in_k or None,
         "backward": shape.backward or None,
+        "lengths": lengths if len(groups) > 1 else None,
     }
     return {name: derived[name] if name in derived else getattr(shape, name) for name in EXACT + BUCKET}
 
