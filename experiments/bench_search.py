@@ -28,7 +28,7 @@ from bench_model import DEVICES, _setting
 import npumodel as npu
 from npumodel.search import strategies
 from npumodel.search.auto import candidates
-from npumodel.search.ledger import Ledger
+from npumodel.search.ledger import Ledger, run
 from npumodel.search.rules import default_tile, rule_tile
 from npumodel.search.space import Space
 
@@ -41,27 +41,12 @@ AXES = {"block_q": 20, "block_kv": 20, "buffers": 4, "lookahead": 4, "heads_pack
 
 
 class Case(NamedTuple):
-    """A call on a device with a sub-space, all of it priced: seconds [size] (infinite: illegal), bytes of L1 [size]."""
+    """A call on a device with a sub-space, and the seconds of its optimum, all of it priced."""
 
     shape: npu.AttentionShape
     device: npu.DeviceSpec
     space: Space
-    seconds: np.ndarray
-    l1: np.ndarray
-
-
-class Known(Ledger):
-    """A ledger that looks prices up."""
-
-    def __init__(self, case: Case, max_evals: float):
-        super().__init__(case.shape, case.device, case.space, max_evals)
-        self.case = case
-
-    def _legal(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.isfinite(self.case.seconds[points]), self.case.l1[points]
-
-    def _prices(self, points: np.ndarray) -> np.ndarray:
-        return self.case.seconds[points]
+    optimum: float
 
 
 def main():
@@ -138,24 +123,24 @@ def thinned(space: Space) -> Space:
 def _priced(shape: npu.AttentionShape, device: npu.DeviceSpec, space: Space) -> Case:
     ledger = Ledger(shape, device, space)
     ledger.price(np.arange(space.size))
-    return Case(shape, device, space, ledger.seconds, ledger.l1)  # of all points, ascending
+    return Case(shape, device, space, float(ledger.seconds.min()))
 
 
 def gap(name: str, case: Case) -> tuple[float, float]:
     """(gap to the optimum, share of the points that were priced)"""
-    ledger = Known(case, SHARE * case.space.size)
-    run(name, ledger)
+    ledger = Ledger(case.shape, case.device, case.space, SHARE * case.space.size)
+    search(name, ledger)
     best = ledger.of(ledger.best(1))[0]
-    return float(best / case.seconds.min() - 1), ledger.evals / case.space.size
+    return float(best / case.optimum - 1), ledger.evals / case.space.size
 
 
-def run(name: str, ledger: Ledger, seed: int = 0):
+def search(name: str, ledger: Ledger, seed: int = 0):
     """A strategy from the tiles that auto chooses from, as `tune` runs it."""
     named = default_tile(ledger.shape, ledger.device), rule_tile(ledger.shape, ledger.device)
     if name not in ("rule", "cann"):
         plans = [tile for tile in candidates(ledger.shape, ledger.device, *named) if tile in ledger.space]
         ledger.price(np.array([ledger.space.point(tile) for tile in plans], np.int64), always=True)
-    strategies.STRATEGIES[name](ledger, seed, named)
+    run([(ledger, strategies.STRATEGIES[name](ledger, seed, named))])
 
 
 def part_1(sizes: list[int], found: dict[str, list[tuple[float, float]]]) -> list[str]:
@@ -179,17 +164,17 @@ def part_1(sizes: list[int], found: dict[str, list[tuple[float, float]]]) -> lis
 def wide_gaps(shape: npu.AttentionShape, device: npu.DeviceSpec, names: list[str]) -> dict[str, tuple[float, float]]:
     """Strategy -> (gap at the evaluations of the coordinate search, gap at its seconds), to the best found at all."""
 
-    def search(name: str, **budget) -> tuple[float, int, float]:
+    def once(name: str, **budget) -> tuple[float, int, float]:
         ledger = Ledger(shape, device, **budget)
         start = time.perf_counter()
-        run(name, ledger)
+        search(name, ledger)
         return float(ledger.of(ledger.best(1))[0]), ledger.evals, time.perf_counter() - start
 
     for name in names:
-        search(name)  # compiled
-    best, evals, elapsed = search("coordinate")
-    at_evals = {name: search(name, max_evals=evals)[0] for name in names if name != "coordinate"}
-    at_time = {n: search(n, deadline=time.perf_counter() + elapsed)[0] for n in names if n != "coordinate"}
+        once(name)  # compiled
+    best, evals, elapsed = once("coordinate")
+    at_evals = {name: once(name, max_evals=evals)[0] for name in names if name != "coordinate"}
+    at_time = {n: once(n, deadline=time.perf_counter() + elapsed)[0] for n in names if n != "coordinate"}
     top = min(best, *at_evals.values(), *at_time.values())
     gaps = {name: (at_evals[name] / top - 1, at_time[name] / top - 1) for name in at_evals}
     return {"coordinate": (best / top - 1, best / top - 1), **gaps}

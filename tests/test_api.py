@@ -250,8 +250,8 @@ def test_estimate_takes_what_is_convenient():
 def test_estimate_needs_a_device_and_a_policy_that_there_is():
     with pytest.raises(ValueError, match="device: expected one, got none; .*NPUMODEL_DEVICE"):
         api.estimate(TEXT)
-    with pytest.raises(ValueError, match="policy: expected one of auto, rule, default, got 'cann'"):
-        api.estimate(TEXT, "ascend910a", policy="cann")
+    with pytest.raises(ValueError, match="policy: expected one of auto, rule, cann, default, got 'best'"):
+        api.estimate(TEXT, "ascend910a", policy="best")
     with pytest.raises(ValueError, match="shape: expected a form like"):
         api.estimate("B1,N2", "ascend910a")
     with pytest.raises(ValueError, match="does not fit"):

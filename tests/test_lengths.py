@@ -11,8 +11,6 @@ from npumodel.model.estimate import estimate, illegal
 from npumodel.model.trace import timeline
 from npumodel.search.table import key_of
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 CHIP = npu.device("ascend910b2")
 TILE = npu.TileConfig(128, 128)
 
@@ -27,7 +25,9 @@ def shape_of(kv_lengths, q_lengths=None, q_heads=2, q_len=512, kv_len=1024, **mo
 # The shape -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: np.array(x, float)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, lambda x: np.array(x, float)], ids=["list", "tuple", "array", "reals"]
+)
 def test_lengths_are_plain_and_hashable(kind):
     shape = shape_of(kind([1, 0, 1024]), kind([512, 512, 512]))
     assert shape.kv_lengths == (1, 0, 1024) and shape.q_lengths is None

@@ -294,6 +294,22 @@ def test_every_kind_of_plan_can_be_searched():
     assert r.seconds == pytest.approx(cost.estimate(GROUPED, B2, r.tile).seconds, rel=1e-5)
 
 
+def test_many_calls_together_get_what_each_gets_alone():
+    shapes = [SMALL, dataclasses.replace(SMALL, q_len=77), dataclasses.replace(SMALL, dtype="float32"), GROUPED]
+    together = tune(shapes, B2, max_evals=700)
+    for shape, one in zip(shapes, together, strict=True):
+        alone = tune(shape, B2, max_evals=700)
+        assert (one.shape, one.tile, one.seconds, one.evals) == (shape, alone.tile, alone.seconds, alone.evals)
+        assert (one.runner_up, one.auto, one.rejected) == (alone.runner_up, alone.auto, alone.rejected)
+
+
+def test_a_result_serves_as_a_table(tuned):
+    r = tuned[0]
+    with r as opened:
+        assert opened is r and resolve(r.shape, r.device) == auto.Resolved(r.tile, "auto: table")
+    assert resolve(r.shape, r.device).source == "auto: model"
+
+
 def test_near_ties_are_told(tuned):
     for r in tuned:
         assert [near.seconds for near in r.near_ties] == sorted(near.seconds for near in r.near_ties)

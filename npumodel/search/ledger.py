@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
-from npumodel.search.space import BUFFERS, Space, exact_seconds, fits, needs, possible
+from npumodel.search.space import BUFFERS, KINDS, NUMBERS, Space, exact_seconds, fits, needs, possible
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
@@ -80,57 +80,33 @@ class Ledger:
     def price(self, points: np.ndarray, always: bool = False) -> bool:
         """Look at these points, as they come, but for known ones: price them if legal and (unless `always`) in the
         budget; whether the budget sufficed."""
+        return price_all([(self, points)], always)[0]
+
+    def fresh(self, points: np.ndarray) -> np.ndarray:
+        """Those of the points that have not been looked at, each once, as they come."""
         points = np.asarray(points, np.int64).ravel()
         points = points[np.sort(np.unique(points, return_index=True)[1])]
-        points = points[~self.known(points)]
-        good, l1 = self._legal(points)
-        self._record(points[~good], np.inf, l1[~good])
-        todo, l1 = points[good], l1[good]
-        while len(todo):
-            look = min(LOOK, len(todo)) if self.looks_up else len(todo)
-            count = int(look if always else min(look, self.left()))
-            if not count:
-                self.complete = False
-                return False
-            self._record(todo[:count], self._prices(todo[:count]), l1[:count])
-            self.spend(count)
-            todo, l1 = todo[count:], l1[count:]
-        return True
+        return points[~self.known(points)]
 
-    def sweep(self, points: np.ndarray) -> bool:
-        """`price` for a search that never comes back: of very many points only the best are kept."""
-        going = self.price(points)
+    def forget(self):
+        """For a search that never comes back: of very many points only the best are kept."""
         if len(self.points) > _MANY:
             best = np.sort(np.lexsort((self.points, self.l1, self.seconds))[:_KEPT])
             self.points, self.seconds, self.l1 = self.points[best], self.seconds[best], self.l1[best]
-        return going
 
-    def _legal(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(whether each of the points is legal, its bytes of L1)"""
-        good, l1 = np.zeros(len(points), bool), np.zeros(len(points))
-        for here, tiles in self.space.by_kind(points):
-            need = needs([self.shape], tiles, self.device)
-            fit, possible_ = fits(need, self.device, self.shape.dtype), possible([self.shape], tiles)
-            good[here], l1[here] = fit.all(-1) & possible_, need[:, 0]
-            for name, bad in zip((*BUFFERS, "knobs"), (*~fit.T, ~possible_), strict=True):
-                if bad.any():
-                    self.rejected[name] = self.rejected.get(name, 0) + int(bad.sum())
-        return good, l1
-
-    def _prices(self, points: np.ndarray) -> np.ndarray:
-        """Exact prices of legal points."""
-        seconds = np.empty(len(points))
-        for here, tiles in self.space.by_kind(points):
-            seconds[here] = exact_seconds([self.shape], tiles, self.device)
-        return seconds
-
-    def _record(self, points: np.ndarray, seconds, l1: np.ndarray):
-        place = np.searchsorted(self.points, points)
+    def record(self, points: np.ndarray, seconds: Any, l1: np.ndarray):
+        """Keep what was found at points that were not known: prices (infinite if illegal) and bytes of L1."""
         order = np.argsort(points)
-        place, points, l1 = place[order], points[order], l1[order]
-        seconds = np.broadcast_to(seconds, len(points))[order]
+        points, l1, seconds = points[order], l1[order], np.broadcast_to(seconds, len(points))[order]
+        place = np.searchsorted(self.points, points)
         self.points = np.insert(self.points, place, points)
         self.seconds, self.l1 = np.insert(self.seconds, place, seconds), np.insert(self.l1, place, l1)
+
+    def reject(self, fit: np.ndarray, possible_: np.ndarray):
+        """Count what refuses the points of `fits` [n, 6] and `possible` [n]."""
+        for name, bad in zip((*BUFFERS, "knobs"), (*~fit.T, ~possible_), strict=True):
+            if bad.any():
+                self.rejected[name] = self.rejected.get(name, 0) + int(bad.sum())
 
     def best(self, count: int) -> np.ndarray:
         """The best legal points so far: by price, then bytes of L1, then their number (which is lexicographic)."""
@@ -141,3 +117,100 @@ class Ledger:
     def priced(self, point: int) -> Priced:
         """A point that has been looked at."""
         return Priced(self.space.tile(point), float(self.of(np.array([point]))[0]))
+
+
+# Many searches side by side ------------------------------------------------------------------------------------------
+
+#: A search: yields the points that it wants priced, is sent whether the budget sufficed, and returns what it has to
+#: tell beside the prices.
+Search = Generator[np.ndarray, bool, Any]
+
+
+def run(searches: Sequence[tuple[Ledger, Search]]) -> list[Any]:
+    """Run searches to their ends; what they ask for at a time is priced together. Returns what each returned."""
+    results: list[Any] = [None] * len(searches)
+    asked: dict[int, np.ndarray] = {}
+
+    def advance(i: int, going: bool | None):
+        try:
+            asked[i] = next(searches[i][1]) if going is None else searches[i][1].send(going)
+        except StopIteration as end:
+            results[i] = end.value
+
+    for i in range(len(searches)):
+        advance(i, None)
+    while asked:
+        now, asked = asked, {}
+        going = price_all([(searches[i][0], points) for i, points in now.items()])
+        for i, good in zip(now, going, strict=True):
+            advance(i, good)
+    return results
+
+
+def price_all(requests: Sequence[tuple[Ledger, np.ndarray]], always: bool = False) -> list[bool]:
+    """Ledger.price of several ledgers at once, in as few compiled calls as possible."""
+    todo = []
+    for ledger, points in requests:
+        todo.append((ledger, ledger.fresh(points)))
+    bytes_ = _together(todo, _look)
+    for i, ((ledger, points), found) in enumerate(zip(todo, bytes_, strict=True)):
+        l1, fit, possible_ = found[:, 0], found[:, 1:-1] > 0, found[:, -1] > 0
+        good = fit.all(-1) & possible_
+        ledger.reject(fit, possible_)
+        ledger.record(points[~good], np.inf, l1[~good])
+        todo[i] = (ledger, points[good])
+        bytes_[i] = l1[good]
+    going = [True] * len(todo)
+    while any(len(points) for _, points in todo):
+        counts = []
+        for i, (ledger, points) in enumerate(todo):
+            look = min(LOOK, len(points)) if ledger.looks_up else len(points)
+            counts.append(int(look if always else min(look, ledger.left())))
+            if len(points) and not counts[i]:
+                ledger.complete = going[i] = False
+                todo[i] = (ledger, points[:0])
+        now = [(ledger, points[:count]) for (ledger, points), count in zip(todo, counts, strict=True)]
+        for i, ((ledger, points), seconds) in enumerate(zip(now, _together(now, _price), strict=True)):
+            if len(points):
+                ledger.record(points, seconds, bytes_[i][: len(points)])
+                ledger.spend(len(points))
+            todo[i], bytes_[i] = (ledger, todo[i][1][len(points) :]), bytes_[i][len(points) :]
+    return going
+
+
+def _look(ledgers: Sequence[Ledger], tiles: TileConfig, which: np.ndarray) -> np.ndarray:
+    """[n, 8]: bytes of L1, whether each buffer is large enough, whether the knobs go together."""
+    shapes, device = [ledger.shape for ledger in ledgers], ledgers[0].device
+    need = needs(shapes, tiles, device, which)
+    fit = fits(need, device, shapes[0].dtype)
+    return np.concatenate([need[:, :1], fit, possible(shapes, tiles, which)[:, None]], -1)
+
+
+def _price(ledgers: Sequence[Ledger], tiles: TileConfig, which: np.ndarray) -> np.ndarray:
+    return exact_seconds([ledger.shape for ledger in ledgers], tiles, ledgers[0].device, which)
+
+
+def _together(requests: Sequence[tuple[Ledger, np.ndarray]], ask: Callable) -> list[np.ndarray]:
+    """ask(ledgers, tiles [n], which ledger each belongs to [n]) -> [n, ...], once for all points of one kind of plan
+    and one kind of call; the answers by request."""
+    groups: dict[Any, list[tuple[int, np.ndarray, TileConfig]]] = {}
+    for i, (ledger, points) in enumerate(requests):
+        shape = ledger.shape
+        call = (id(ledger.device), shape.dtype, shape.mask is None, shape.backward, len(shape.groups) > 1 and i)
+        for here, tiles in ledger.space.by_kind(points):
+            groups.setdefault((call, *(getattr(tiles, name) for name in KINDS)), []).append((i, here, tiles))
+    found: list[Any] = [None] * len(requests)
+    for parts in groups.values():
+        which = np.repeat(np.arange(len(parts)), [len(here) for _, here, _ in parts])
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(tiles, name) for _, _, tiles in parts]) for name in NUMBERS
+        }
+        answer = ask([requests[i][0] for i, _, _ in parts], parts[0][2].replace(**columns), which)
+        start = 0
+        for i, here, _ in parts:
+            if found[i] is None:
+                found[i] = np.empty((len(requests[i][1]), *answer.shape[1:]))
+            found[i][here] = answer[start : start + len(here)]
+            start += len(here)
+    none = np.zeros((0, 2 + len(BUFFERS))) if ask is _look else np.zeros(0)
+    return [none if answers is None else answers for answers in found]

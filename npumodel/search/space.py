@@ -299,24 +299,32 @@ def _real(x) -> np.ndarray:
     return np.asarray(x, jnp.result_type(float))
 
 
-def _problems(shapes: Sequence[AttentionShape], count: int) -> Problem:
-    """The calls [count] or, with lengths, [groups, count], as reals; a single shape stands for all."""
-    known = {shape: Problem.of(shape) for shape in dict.fromkeys(shapes)}
-    rows = [known[shape] for shape in shapes]
-    stacks = jax.tree.map(lambda *xs: np.stack([_real(x) for x in xs], -1), *rows)
-    return jax.tree.map(lambda x: np.broadcast_to(x, (*x.shape[:-1], count)), stacks)
+def _problems(shapes: Sequence[AttentionShape], which: np.ndarray) -> Problem:
+    """The calls of tiles [n] or, with lengths, [groups, n], as reals."""
+    stacks = jax.tree.map(lambda *xs: np.stack([_real(x) for x in xs], -1), *map(Problem.of, shapes))
+    return jax.tree.map(lambda x: x[..., which], stacks)
 
 
-def needs(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
+def _which(shapes: Sequence[AttentionShape], tiles: TileConfig, which: Any) -> np.ndarray:
+    """The number of each tile's shape [n]: as given, else one shape for all, or one per tile."""
+    if which is not None:
+        return which
+    n = _count(tiles)
+    return np.zeros(n, int) if len(shapes) == 1 else np.arange(n)
+
+
+def needs(
+    shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec, which: Any = None
+) -> np.ndarray:
     """Bytes that each tile [n] needs in each of BUFFERS: [n, 6], the largest over the kernels of the call. HBM: 0 where
     the tensors of the call do not fit, whatever the tile; such a call is priced as if they did.
 
-    shapes: one for all tiles, or one per tile; all with a mask or none.
+    shapes: one for all tiles, or one per tile; else which [n]: the number of each tile's. All with a mask or none.
     """
     c = chip(device, shapes[0].dtype)
     run = functools.partial(_needs, c.d, masked=_masked(shapes))
     any_order = tiles.replace(core_order=CORE_ORDERS[0])  # the same program for all
-    return _in_batches(run, shapes, any_order, np.zeros((0, len(BUFFERS))))
+    return _in_batches(run, shapes, any_order, _which(shapes, tiles, which), np.zeros((0, len(BUFFERS))))
 
 
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
@@ -338,22 +346,27 @@ def legal(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpe
     return np.asarray(fit & possible(shapes, tiles))
 
 
-def possible(shapes: Sequence[AttentionShape], tiles: TileConfig) -> np.ndarray:
+def possible(shapes: Sequence[AttentionShape], tiles: TileConfig, which: Any = None) -> np.ndarray:
     """Whether the knobs of each tile [n] go together, and with its call: [n]; see `model.estimate.misfits`."""
-    group = np.array([shape.q_heads // shape.kv_heads for shape in shapes])
-    backward = np.array([shape.backward for shape in shapes])
+    which = _which(shapes, tiles, which)
+    group = np.array([shape.q_heads // shape.kv_heads for shape in shapes])[which]
+    backward = np.array([shape.backward for shape in shapes])[which]
     plain_plan = (tiles.heads_packed == 1) & (tiles.split_kv == 1) & (tiles.kv_pieces == 1)
     whole = (tiles.split_kv == 1) & (tiles.kv_pieces == 1)
     good = (group % tiles.heads_packed == 0) & (plain_plan | ~backward)
     good &= (tiles.kv_pieces == 1) | (tiles.block_kv % (FRACTAL * tiles.kv_pieces) == 0)
     kind = (tiles.fusion == "fused" and not tiles.persistent) | ~backward
-    kind &= np.array([tiles.core_order != "round_robin" or len(shape.groups) <= 1 for shape in shapes])
+    if tiles.core_order == "round_robin":
+        kind = kind & np.array([len(shape.groups) <= 1 for shape in shapes])[which]
     return np.asarray(good & kind & (whole if tiles.fusion != "fused" else True))
 
 
-def exact_seconds(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
-    """Exact price of each tile [n] in seconds: [n]; infinite where the model has no finite answer."""
-    c = chip(device, shapes[0].dtype)
+def exact_seconds(
+    shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec, which: Any = None
+) -> np.ndarray:
+    """Exact price of each tile [n] in seconds: [n]; infinite where the model has no finite answer. shapes, which: as
+    `needs`."""
+    c, which = chip(device, shapes[0].dtype), _which(shapes, tiles, which)
 
     def run(p: Problem, part: TileConfig):
         in_pieces = bool((part.kv_pieces != 1).any())
@@ -362,13 +375,12 @@ def exact_seconds(shapes: Sequence[AttentionShape], tiles: TileConfig, device: D
     n = _count(tiles)
     pieces = np.broadcast_to(tiles.kv_pieces, n) != 1
     if not pieces.any() or pieces.all():
-        seconds = _in_batches(run, shapes, tiles, np.zeros(0))
+        seconds = _in_batches(run, shapes, tiles, which, np.zeros(0))
         return np.where(np.isfinite(seconds), seconds, np.inf)
     seconds = np.empty(n)  # a price does not depend on what else is in the batch, nor on which program that needs
     tiles = jax.tree.map(lambda x: np.broadcast_to(x, n), tiles)
     for some in (np.flatnonzero(pieces), np.flatnonzero(~pieces)):
-        few = shapes if len(shapes) == 1 else [shapes[i] for i in some.tolist()]
-        seconds[some] = exact_seconds(few, jax.tree.map(operator.itemgetter(some), tiles), device)
+        seconds[some] = exact_seconds(shapes, jax.tree.map(operator.itemgetter(some), tiles), device, which[some])
     return seconds
 
 
@@ -385,10 +397,12 @@ def _count(tiles: TileConfig) -> int:
     return len(tiles.block_q)
 
 
-def _in_batches(run, shapes: Sequence[AttentionShape], tiles: TileConfig, empty: np.ndarray) -> np.ndarray:
+def _in_batches(
+    run, shapes: Sequence[AttentionShape], tiles: TileConfig, which: np.ndarray, empty: np.ndarray
+) -> np.ndarray:
     """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined."""
     n, out = _count(tiles), [empty]
-    problems, tiles = _problems(shapes, n), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
+    problems, tiles = _problems(shapes, which), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
 
     def batch(start: int) -> np.ndarray:
         part = jax.tree.map(operator.itemgetter((..., slice(start, start + BATCH))), (problems, tiles))

@@ -1,16 +1,17 @@
-"""Ways to search a space: every one takes a Ledger and a seed, prices points through it, and stops when it has nothing
-left to try or the budget is spent. The best points are then the ledger's."""
+"""Ways to search a space. Each is a generator that asks for points by number, `going = yield points`, and goes on when
+their prices are in the Ledger, so that any number of searches advance together (`ledger.run`). `going`: whether the
+budget sufficed. A search returns when it has nothing left to try; the best points are then the ledger's."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
 from npumodel.search import gradient
-from npumodel.search.ledger import LOOK, Ledger
+from npumodel.search.ledger import LOOK, Ledger, Search
 from npumodel.search.rules import ladder, rule_of_thumb, vendor_rule
 from npumodel.search.space import KNOBS, Space
 from npumodel.tile import TileConfig
@@ -30,16 +31,11 @@ _HOT, _COLD = 0.5, 0.01
 _SEGMENT = 4
 
 
-def scattered(ledger: Ledger, seed: int) -> bool:
-    """Price points anywhere."""
-    return ledger.price(ledger.space.sample(SCATTERED, seed))
-
-
-def by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> gradient.Path | None:
+def by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """Descend, round, polish. A budget leaves two thirds for what follows the descent."""
     per_step = gradient.GRADIENT_EVALS * gradient.STARTS
     ledger.expected = gradient.STEPS * per_step + SCATTERED + LOOK
-    going = scattered(ledger, seed)
+    yield ledger.space.sample(SCATTERED, seed)
     steps = int(min(gradient.STEPS, ledger.left() // (3 * per_step)))
     ledger.complete &= steps == gradient.STEPS
     done = 0
@@ -54,30 +50,29 @@ def by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> gra
     path = gradient.descend(ledger.shape, ledger.device, ledger.space, starts, steps, segment, stop)
     ledger.complete &= len(path.seconds) == gradient.STEPS
     ledger.spend((len(path.seconds) - done) * per_step)
-    going = going and ledger.price(gradient.rounded(ledger.space, path.end))
-    if going:
-        polish(ledger)
+    if (yield gradient.rounded(ledger.space, path.end)):
+        yield from polish(ledger)
     return path
 
 
-def by_coordinates(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def by_coordinates(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """Points anywhere; what is around the best of them, as long as that finds something better."""
     ledger.expected = 4 * LOOK
-    if scattered(ledger, seed):
-        polish(ledger)
+    if (yield ledger.space.sample(SCATTERED, seed)):
+        yield from polish(ledger)
 
 
-def polish(ledger: Ledger):
+def polish(ledger: Ledger) -> Generator[np.ndarray, bool, None]:
     """Price what is around the best points until these stay the same or the budget is spent: all values along one axis;
     when that finds nothing more, a few steps along two axes at once."""
     before: np.ndarray | None = None
     while True:
         best = ledger.best(_POLISHED)
-        if not ledger.price(along_one(ledger.space, best)):
+        if not (yield along_one(ledger.space, best)):
             return
         if not np.array_equal(ledger.best(_POLISHED), best):
             continue
-        if before is not None and np.array_equal(best, before) or not ledger.price(along_two(ledger.space, best)):
+        if before is not None and np.array_equal(best, before) or not (yield along_two(ledger.space, best)):
             return
         before = ledger.best(_POLISHED)
 
@@ -103,20 +98,20 @@ def along_two(space: Space, points: np.ndarray) -> np.ndarray:
     return space.points(space.places(points)[:, None] + np.stack(moves))
 
 
-def at_random(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def at_random(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """Points anywhere, until the budget or the space is used up."""
     rng, size = np.random.default_rng(seed), ledger.space.size
     if ledger.max_evals is None and ledger.deadline is None:
         ledger.max_evals = ledger.evals + 8 * LOOK
-    while ledger.price(rng.integers(0, size, LOOK)) and len(ledger.points) < size:
+    while (yield rng.integers(0, size, LOOK)) and len(ledger.points) < size:
         pass
 
 
-def by_annealing(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def by_annealing(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """Simulated annealing (Metropolis): chains side by side, each moving along one axis at a time."""
     rng, space = np.random.default_rng(seed), ledger.space
     rounds = _rounds(ledger)
-    now = _population(ledger, rng)
+    now = yield from _population(ledger, rng)
     for i in range(rounds):
         heat = _HOT * (_COLD / _HOT) ** (i / max(1, rounds - 1))
         places = space.places(now)
@@ -125,7 +120,7 @@ def by_annealing(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> No
         places[np.arange(len(now)), axis] += step * rng.choice([-1, 1], len(now))
         places = np.clip(places, 0, np.array(space.dims) - 1)
         new = np.asarray(np.ravel_multi_index(places.T, space.dims))
-        if not ledger.price(new):
+        if not (yield new):
             return
         old_s, new_s = np.log(ledger.of(now)), np.log(ledger.of(new))
         with np.errstate(invalid="ignore"):
@@ -133,10 +128,10 @@ def by_annealing(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> No
         now = np.where(rng.random(len(now)) < np.exp(-np.maximum(worse, 0.0) / heat), new, now)
 
 
-def by_evolution(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def by_evolution(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """A (mu + lambda) evolution: parents by rank, uniform crossover of two, one or two knobs mutated."""
     rng, space = np.random.default_rng(seed), ledger.space
-    _population(ledger, rng)
+    yield from _population(ledger, rng)
     for _ in range(_rounds(ledger)):
         parents = space.places(ledger.best(_POPULATION // 2))
         if not len(parents):
@@ -147,25 +142,25 @@ def by_evolution(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> No
         for _ in range(2):
             axis = rng.integers(0, len(KNOBS), _POPULATION)
             child[np.arange(_POPULATION), axis] = rng.integers(0, np.array(space.dims)[axis])
-        if not ledger.price(np.asarray(np.ravel_multi_index(child.T, space.dims))):
+        if not (yield np.asarray(np.ravel_multi_index(child.T, space.dims))):
             return
 
 
-def by_rule(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def by_rule(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """The article's rule of thumb, on the nearest legal point of the space."""
-    _first_legal(ledger, rule_of_thumb(ledger.shape))
+    yield from _first_legal(ledger, rule_of_thumb(ledger.shape))
 
 
-def by_vendor(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def by_vendor(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """The vendor's rules, on the nearest legal point of the space."""
-    _first_legal(ledger, vendor_rule(ledger.shape, ledger.device))
+    yield from _first_legal(ledger, vendor_rule(ledger.shape, ledger.device))
 
 
-def _first_legal(ledger: Ledger, tile: TileConfig):
+def _first_legal(ledger: Ledger, tile: TileConfig) -> Generator[np.ndarray, bool, None]:
     """Price the point nearest to a tile, or to the first smaller version of it that is legal there."""
     for step in ladder(tile, ledger.shape):
         point = np.array([ledger.space.nearest(step)])
-        if not ledger.price(point) or np.isfinite(ledger.of(point)[0]):
+        if not (yield point) or np.isfinite(ledger.of(point)[0]):
             return
 
 
@@ -176,13 +171,13 @@ def _rounds(ledger: Ledger) -> int:
     return _ROUNDS if allowed >= _ROUNDS else math.ceil(allowed)
 
 
-def _population(ledger: Ledger, rng: np.random.Generator) -> np.ndarray:
+def _population(ledger: Ledger, rng: np.random.Generator) -> Generator[np.ndarray, bool, np.ndarray]:
     """Legal points to begin with: the best of a scatter."""
-    ledger.price(rng.integers(0, ledger.space.size, 4 * _POPULATION))
+    yield rng.integers(0, ledger.space.size, 4 * _POPULATION)
     return ledger.best(_POPULATION)
 
 
-def exhaustive(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None:
+def exhaustive(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Search:
     """Every point, in bounded memory. A budget meets them in a random order as long as that fits into memory."""
     space = ledger.space
     ledger.expected = space.size
@@ -192,12 +187,13 @@ def exhaustive(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> None
     else:
         chunks = space.enumerate(2**16)
     for chunk in chunks:
-        if not ledger.sweep(chunk):
+        if not (yield chunk):
             return
+        ledger.forget()
 
 
 #: Name -> how.
-STRATEGIES: dict[str, Callable[[Ledger, int, Sequence[TileConfig]], gradient.Path | None]] = {
+STRATEGIES: dict[str, Callable[[Ledger, int, Sequence[TileConfig]], Search]] = {
     "coordinate": by_coordinates,
     "gradient": by_gradient,
     "annealing": by_annealing,

@@ -18,9 +18,9 @@ from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import Cost, estimate, too_large
 from npumodel.search import gradient
 from npumodel.search.auto import by_model, candidates
-from npumodel.search.ledger import Ledger, Priced, Progress
-from npumodel.search.rules import default_tile, rule_tile
-from npumodel.search.space import Space, seconds_of
+from npumodel.search.ledger import Ledger, Priced, Progress, price_all, run
+from npumodel.search.rules import DEFAULT, rule_of_thumb, shrunk
+from npumodel.search.space import Space, exact_seconds, stacked
 from npumodel.search.strategies import STRATEGIES
 from npumodel.search.table import Entry, Header, TileTable, use_table
 from npumodel.tile import TileConfig
@@ -28,6 +28,8 @@ from npumodel.workload import AttentionShape
 
 #: Spaces that are simply priced whole: other strategies would take about as long.
 _WHOLE = 2048
+#: Calls that are tuned side by side.
+_WAVE = 128
 #: Priced points that are looked at for near ties, and how much slower those may be.
 _NEAR, NEAR_TIE = 16, 0.01
 #: The one that comes nearest to the optimum for what it costs: see `experiments/bench_search.py`.
@@ -47,7 +49,8 @@ class TuneResult:
     space_size      points of the space
     rejected        of the points looked at, how many each buffer refuses (a point may be refused by several), and
                     "knobs": how many have values that exclude each other
-    elapsed         wall time of the search, compilation included, the exhaustive check not
+    elapsed         wall time of the search, compilation included, the exhaustive check not; of several calls tuned
+                    together the mean
     strategy        the one that was used: a space smaller than a descent is priced whole
     history         path of the descent (None without one)
     optimum         the exhaustive optimum, when it was asked for
@@ -195,8 +198,9 @@ def tune(shape, device, **options):
     seed        of what is random; the result is deterministic for a seed
     strategy    one of `strategies.STRATEGIES`
     max_evals   most prices to compute, for each shape; one with its gradient counts as 3
-    time_limit  seconds, for each shape, looked at between compiled calls (the first of an architecture compiles)
-    progress    called as progress(evaluations done, expected, best seconds so far)
+    time_limit  seconds, for each shape in the mean, looked at between compiled calls (the first of an architecture
+                compiles)
+    progress    called as progress(evaluations done, expected, best seconds so far), of several calls with the sums
     exhaustive  also price the whole space, for `gap`; outside the budget
 
     A budget that runs out gives the best tile so far, `complete=False`; so does Ctrl-C, once something is priced. What
@@ -205,12 +209,14 @@ def tune(shape, device, **options):
     available), and when the device does not multiply the dtype.
     """
     if isinstance(shape, AttentionShape):
-        return _tune(shape, device, **options)
-    return TuneResults(tuple(_tune(one, device, **options) for one in shape))
+        return _tune([shape], device, **options)[0]
+    shapes = list(shape)
+    waves = [shapes[i : i + _WAVE] for i in range(0, len(shapes), _WAVE)]
+    return TuneResults(tuple(result for wave in waves for result in _tune(wave, device, **options)))
 
 
 def _tune(
-    shape: AttentionShape,
+    shapes: Sequence[AttentionShape],
     device: DeviceSpec,
     *,
     space: Space | Mapping[str, Any] | None = None,
@@ -220,45 +226,98 @@ def _tune(
     time_limit: float | None = None,
     progress: Progress | None = None,
     exhaustive: bool = False,
-) -> TuneResult:
+) -> list[TuneResult]:
+    """Tune several calls side by side: what their searches ask for at a time is priced together."""
     _check(strategy, max_evals, time_limit)
     begin = time.perf_counter()
-    here = space if isinstance(space, Space) else Space.of(shape, device).restrict(**(space or {}))
-    named = default_tile(shape, device), rule_tile(shape, device)
-    auto = by_model([shape], device)[0].tile
-    default, rule, chosen = map(Priced, (*named, auto), seconds_of(shape, (*named, auto), device))
-    ledger = Ledger(shape, device, here, max_evals, None if time_limit is None else begin + time_limit, progress)
-    plans = [here.point(tile) for tile in candidates(shape, device, *named) if tile in here]
-    ledger.price(np.array(plans, np.int64), always=True)
-    strategy = "exhaustive" if here.size <= _WHOLE else strategy
+    deadline = None if time_limit is None else begin + time_limit * len(shapes)
+    named = zip(*_named(shapes, device), strict=True)
+    tasks = [_Task(one, device, space, strategy, *three) for one, three in zip(shapes, named, strict=True)]
+    ledgers = [Ledger(task.shape, device, task.space, max_evals, deadline) for task in tasks]
+    if progress is not None:
+        _report_to(progress, ledgers)
+    plans = [np.array([task.space.point(tile) for tile in task.plans if tile in task.space], int) for task in tasks]
+    price_all([*zip(ledgers, plans, strict=True)], always=True)
+    started = [STRATEGIES[t.strategy](ledger, seed, t.anchors) for t, ledger in zip(tasks, ledgers, strict=True)]
     try:
-        history = STRATEGIES[strategy](ledger, seed, named)
+        histories = run([*zip(ledgers, started, strict=True)])
     except KeyboardInterrupt:
-        if not len(ledger.best(1)):
+        if not all(len(ledger.best(1)) for ledger in ledgers):
             raise
-        history, ledger.complete = None, False
+        histories = [None] * len(tasks)
+        for ledger in ledgers:
+            ledger.complete = False
+    elapsed = (time.perf_counter() - begin) / len(shapes)
+    found = zip(tasks, ledgers, histories, strict=True)
+    return [_result(task, ledger, history, seed, elapsed, exhaustive) for task, ledger, history in found]
+
+
+class _Task:
+    """One call to be tuned: its space, the tiles it starts from, and what it is compared with."""
+
+    def __init__(self, shape, device: DeviceSpec, space, strategy: str, default: Priced, rule: Priced, auto: Priced):
+        self.shape, self.default, self.rule, self.auto = shape, default, rule, auto
+        self.space = space if isinstance(space, Space) else Space.of(shape, device).restrict(**(space or {}))
+        self.strategy = "exhaustive" if self.space.size <= _WHOLE else strategy
+        self.anchors = default.tile, rule.tile
+        self.plans = candidates(shape, device, *self.anchors)
+
+
+def _named(shapes: Sequence[AttentionShape], device: DeviceSpec) -> tuple[list[Priced], ...]:
+    """(default, rule of thumb, what auto takes without a table) of each call, priced; alike calls together."""
+    alike: dict[Any, list[int]] = {}
+    for i, shape in enumerate(shapes):
+        alike.setdefault((shape.dtype, shape.mask, shape.backward, len(shape.groups) > 1 and i), []).append(i)
+    found: tuple[list[Any], ...] = tuple([None] * len(shapes) for _ in range(3))
+    for places in alike.values():
+        some = [shapes[i] for i in places]
+        default = shrunk(some, device, [DEFAULT] * len(some))
+        rule = shrunk(some, device, [rule_of_thumb(shape) for shape in some])
+        for column, tiles in zip(found, (default, rule, [r.tile for r in by_model(some, device)]), strict=True):
+            seconds = exact_seconds(some, stacked(tiles), device).tolist()
+            for i, tile, price in zip(places, tiles, seconds, strict=True):
+                column[i] = Priced(tile, price)
+    return found
+
+
+def _report_to(progress: Progress, ledgers: Sequence[Ledger]):
+    """Report sums over all ledgers, whenever one of them has spent something."""
+
+    def report(*_):
+        expected = sum(max(ledger.expected, ledger.evals) for ledger in ledgers)
+        best = sum(float(ledger.seconds.min(initial=np.inf)) for ledger in ledgers)
+        progress(sum(ledger.evals for ledger in ledgers), expected, best)
+
+    for ledger in ledgers:
+        ledger.progress = report
+
+
+def _result(
+    task: _Task, ledger: Ledger, history: gradient.Path | None, seed: int, elapsed: float, exhaustive: bool
+) -> TuneResult:
     near = [ledger.priced(point) for point in ledger.best(_NEAR)]
     if not near:
-        raise ValueError(_nothing(here, shape, device, ledger))
+        raise ValueError(_nothing(ledger))
     best, *others = near
+    whole = task.strategy == "exhaustive" and ledger.complete
     return TuneResult(
-        shape,
-        device,
+        task.shape,
+        ledger.device,
         *best,
-        default=default,
-        rule=rule,
-        auto=chosen,
+        default=task.default,
+        rule=task.rule,
+        auto=task.auto,
         runner_up=others[0] if others else None,
         near_ties=tuple(other for other in others if other.seconds <= best.seconds * (1 + NEAR_TIE)),
         evals=ledger.evals,
-        space_size=here.size,
+        space_size=task.space.size,
         rejected=ledger.rejected,
-        elapsed=time.perf_counter() - begin,
-        strategy=strategy,
+        elapsed=elapsed,
+        strategy=task.strategy,
         seed=seed,
         complete=ledger.complete,
         history=history,
-        optimum=_optimum(ledger, strategy) if exhaustive or (strategy == "exhaustive" and ledger.complete) else None,
+        optimum=best if whole else _optimum(ledger) if exhaustive else None,
     )
 
 
@@ -270,17 +329,15 @@ def _check(strategy, max_evals, time_limit):
             raise ValueError(f"{name}: expected a number > 0 or None, got {value!r}")
 
 
-def _nothing(space: Space, shape: AttentionShape, device: DeviceSpec, ledger: Ledger) -> str:
-    why = "; ".join(space.why_not(shape, device, [0])[0])
+def _nothing(ledger: Ledger) -> str:
+    why = "; ".join(ledger.space.why_not(ledger.shape, ledger.device, [0])[0])
     counts = ", ".join(f"{name} refuses {count:,}" for name, count in ledger.rejected.items())
-    seen = f"the {len(ledger.points):,} of {space.size:,} looked at"
+    seen = f"the {len(ledger.points):,} of {ledger.space.size:,} looked at"
     return f"space: expected a legal point, got none among {seen} ({counts}); the first: {why}"
 
 
-def _optimum(ledger: Ledger, strategy: str) -> Priced:
+def _optimum(ledger: Ledger) -> Priced:
     """The best of the whole space, whatever the budget was."""
-    rest = ledger
-    if strategy != "exhaustive" or not ledger.complete:
-        rest = Ledger(ledger.shape, ledger.device, ledger.space)
-        STRATEGIES["exhaustive"](rest, 0, ())
+    rest = Ledger(ledger.shape, ledger.device, ledger.space)
+    run([(rest, STRATEGIES["exhaustive"](rest, 0, ()))])
     return rest.priced(int(rest.best(1)[0]))
