@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from npumodel.hardware import device
+from npumodel.hardware import device, devices
 from npumodel.model import estimate as cost
 from npumodel.search import auto, gradient, rules, space
 from npumodel.search.auto import resolve
@@ -465,6 +465,42 @@ def test_gaps_on_many_shapes(spec):
         shape = AttentionShape(batch, heads, length, dim, causal=bool(rng.integers(2)))
         gaps.append(tune(shape, spec, exhaustive=True, space={"cores": [ALL_CORES]}).gap)
     assert np.median(gaps) == 0 and max(gaps) <= 0.03, gaps
+
+
+#: Calls of public models: shared cases W1..W16. (batch, q_heads, q_len, head_dim), what differs from plain attention.
+REAL = [
+    ((1, 32, 4096, 128), {"causal": True}),
+    ((1, 64, 8192, 128), {"kv_heads": 8, "causal": True}),
+    ((16, 64, 1, 128), {"kv_heads": 8, "kv_len": 8192, "causal": True}),
+    ((2, 32, 512, 128), {"kv_heads": 8, "kv_len": 8704, "causal": True}),
+    ((2, 32, 8192, 128), {"kv_heads": 8, "causal": True, "window": (4096, 0)}),
+    ((1, 128, 4096, 192), {"v_head_dim": 128, "causal": True}),
+    ((32, 128, 1, 576), {"kv_heads": 1, "kv_len": 4096, "v_head_dim": 512, "v_in_k": True, "causal": True}),
+    ((1, 16, 2048, 192), {"v_head_dim": 128, "causal": True}),
+    ((2, 8, 4096, 40), {}),
+    ((2, 8, 4096, 40), {"kv_len": 77}),
+    ((2, 8, 64, 160), {}),
+    ((8, 20, 1500, 64), {}),
+    ((8, 20, 1, 64), {"kv_len": 448, "causal": True}),
+    ((1, 32, 4096, 96), {"causal": True, "window": (2047, 0)}),
+    ((4, 32, 2048, 80), {"causal": True}),
+    ((1, 16, 8192, 256), {"kv_heads": 8, "causal": True, "window": (4096, 0), "softcap": True}),
+    ((1, 8, 4096, 512), {"kv_heads": 2, "causal": True}),
+    ((64, 64, 1, 64), {"kv_heads": 8, "kv_len": 4096, "causal": True, "window": (128, 0)}),
+    ((1, 40, 32760, 128), {"kv_len": 512}),
+    ((2048, 4, 49, 32), {}),
+    ((1, 24, 4250, 63), {}),
+    ((1, 9, 5, 59), {"kv_heads": 3, "kv_len": 7, "v_head_dim": 24}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", devices())
+def test_tuned_is_never_slower_than_default_or_rule_on_real_models(name):
+    spec = device(name)
+    for result in tune([AttentionShape(*sizes, **more) for sizes, more in REAL], spec):
+        assert result.seconds <= min(result.default.seconds, result.rule.seconds, result.auto.seconds), str(result)
+        assert not cost.illegal(result.shape, spec, result.tile)
 
 
 # Auto ----------------------------------------------------------------------------------------------------------------
