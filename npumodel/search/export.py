@@ -36,7 +36,7 @@ FORMATS = ("csv", "t4", "triton", "tilelang", "vllm")
 KNOBS = tuple(field.name for field in dataclasses.fields(TileConfig))
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TileConfig)}
 
-#: Columns of the CSV, in this order; later versions only append.
+#: Columns of the CSV, in this order, whatever the rows; a later version may know more: read them by name.
 COLUMNS = (
     *("device", "soc", "family", "spec_hash", "model_version", "kernel"),
     *EXACT,
@@ -360,7 +360,7 @@ def _one_pass(entries: list[Entry]) -> list[Entry]:
 
 
 def triton_names(names: Mapping[str, str] | None) -> dict[str, str]:
-    """TRITON_NAMES with these beside or instead. Raises ValueError (expected, got) for a knob or a name that is none."""
+    """TRITON_NAMES with these beside or instead. Raises ValueError for a knob or a name that is none."""
     found = _names(names, TRITON_NAMES)
     if clash := _RESERVED & {*found.values()}:
         raise ValueError(f"names: expected names that Triton does not use itself, got {', '.join(sorted(clash))}")
