@@ -329,6 +329,21 @@ def test_pruning_keeps_the_fastest_and_whole_ties_in_their_order(model, top_k, n
     assert len(gone) == len(CONFIGS) - len(kept) and sum("does not fit" in text for text in gone) == 2
 
 
+def test_triton_itself_prunes_as_the_stand_in(model):
+    triton = pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner as Real
+
+    def kernel():
+        pass
+
+    configs = [triton.Config(config.kwargs, num_warps=config.num_warps) for config in CONFIGS]
+    for by in (model.prune_configs_by(3), model.prune_configs_by(0.25), {"perf_model": model, "top_k": 3}):
+        real = Real(kernel, [*ARGUMENTS], configs, ["N_CTX"], None, None, prune_configs_by=by)
+        real.nargs = dict(zip(ARGUMENTS, LAUNCH, strict=True))
+        kept = [configs.index(config) for config in real.prune_configs(dict(META))]
+        assert kept == [CONFIGS.index(one) for one in Autotuner(ARGUMENTS, CONFIGS, by, True).prune(*LAUNCH, **META)]
+
+
 @pytest.mark.parametrize("new", [False, True])
 def test_it_also_works_as_a_bare_perf_model(model, new):
     by = {"perf_model": model, "top_k": 2}
