@@ -5,5 +5,7 @@ rules      named levels, part counts, the rule of thumb, the default
 gradient   descent on real knobs, rounding, exact polish
 tuner      `tune`: one search with its budget, and what it found
 table      learned tiles on disk
+export     tables in the formats of other tools
+perf_model prices for the autotuner of Triton
 auto       which of all these answers a call: the one resolution order
 """
