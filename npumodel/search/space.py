@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from npumodel.hardware import DeviceSpec
 from npumodel.hardware.spec import OPTIONAL
@@ -369,8 +370,7 @@ def exact_seconds(
     c, which = chip(device, shapes[0].dtype), _which(shapes, tiles, which)
 
     def run(p: Problem, part: TileConfig):
-        in_pieces = bool((part.kv_pieces != 1).any())
-        return _seconds(c.t, c.d, p, part, -(-_count(part) // CHUNK), masked=_masked(shapes), in_pieces=in_pieces)
+        return _seconds(c.t, c.d, p, part, masked=_masked(shapes), in_pieces=bool((part.kv_pieces != 1).any()))
 
     n = _count(tiles)
     pieces = np.broadcast_to(tiles.kv_pieces, n) != 1
@@ -400,15 +400,16 @@ def _count(tiles: TileConfig) -> int:
 def _in_batches(
     run, shapes: Sequence[AttentionShape], tiles: TileConfig, which: np.ndarray, empty: np.ndarray
 ) -> np.ndarray:
-    """run(problems, tiles) over slices of BATCH points; its answers [n, ...] joined."""
+    """run(problems, tiles) over slices of BATCH points for each device; its answers [n, ...] joined."""
     n, out = _count(tiles), [empty]
     problems, tiles = _problems(shapes, which), jax.tree.map(lambda x: np.broadcast_to(x, (n,)), tiles)
 
     def batch(start: int) -> np.ndarray:
-        part = jax.tree.map(operator.itemgetter((..., slice(start, start + BATCH))), (problems, tiles))
+        part = jax.tree.map(operator.itemgetter((..., slice(start, start + size))), (problems, tiles))
         return np.asarray(run(*part), float)[: _count(part[1])]
 
-    starts = range(0, n, BATCH)
+    size = BATCH * len(jax.local_devices())
+    starts = range(0, n, size)
     return np.concatenate([*out, *(_workers().map(batch, starts) if len(starts) > 1 else map(batch, starts))])
 
 
@@ -419,8 +420,8 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _filled(x) -> np.ndarray:
-    """x [..., n] as reals [..., BATCH], the rest a copy of the first."""
-    out = np.empty((*x.shape[:-1], BATCH), jnp.result_type(float))
+    """x [..., n] as reals [..., BATCH for each device], the rest a copy of the first."""
+    out = np.empty((*x.shape[:-1], BATCH * len(jax.local_devices())), jnp.result_type(float))
     out[...], out[..., : x.shape[-1]] = x[..., :1], x
     return out
 
@@ -430,9 +431,11 @@ def _needs(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
         return _needs_jit(d, *jax.tree.map(_filled, (p, tiles)), masked=masked)
 
 
-def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks: int, **static: bool):
+def _seconds(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, **static: bool):
+    mine = _count(tiles) - BATCH * np.arange(len(jax.local_devices()))  # points of each device
+    chunks = np.int32(np.clip(-(-mine // CHUNK), 0, BATCH // CHUNK))
     with jax.ensure_compile_time_eval():
-        return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), np.int32(chunks), **static)
+        return _seconds_jit(t, d, *jax.tree.map(_filled, (p, tiles)), chunks, **static)
 
 
 def footprint(p: Problem, tile: TileConfig, d: DeviceSpec, masked: bool):
@@ -453,13 +456,23 @@ def _needs_jit(d: DeviceSpec, p: Problem, tiles: TileConfig, masked: bool):
 def _seconds_jit(
     t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks, masked: bool, in_pieces: bool
 ):
-    """Prices of the first `chunks` * CHUNK points, the rest infinite. A loop, so that few points cost little."""
+    """Of each device's BATCH points the prices of the first chunks[device] * CHUNK, the rest infinite. A loop, so that
+    few points cost little. The points are sharded over all devices of this process, which need nothing of each other.
+    """
+    options = Options("", masked, waits=False, in_pieces=in_pieces)
 
-    def one(p: Problem, tiles: TileConfig):
-        return price(t, p, tiles, d, Options("", masked, waits=False, in_pieces=in_pieces)).seconds
+    def on_one_device(t: TimeConstants, d: DeviceSpec, p: Problem, tiles: TileConfig, chunks):
+        def body(i, out):
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * CHUNK, CHUNK, x.ndim - 1), (p, tiles))
+            seconds = price(t, part[0], part[1], d, options).seconds
+            return jax.lax.dynamic_update_slice(out, seconds, (i * CHUNK,))
 
-    def body(i, out):
-        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * CHUNK, CHUNK, x.ndim - 1), (p, tiles))
-        return jax.lax.dynamic_update_slice(out, one(*part), (i * CHUNK,))
+        return jax.lax.fori_loop(0, chunks[0], body, jnp.full(BATCH, jnp.inf))
 
-    return jax.lax.fori_loop(0, chunks, body, jnp.full(BATCH, jnp.inf))
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return on_one_device(t, d, p, tiles, chunks)
+    mesh = jax.sharding.Mesh(np.array(devices), ("points",))
+    specs = jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), "points"), (p, tiles, chunks))
+    over = {"mesh": mesh, "in_specs": (PartitionSpec(), PartitionSpec(), *specs), "out_specs": PartitionSpec("points")}
+    return jax.shard_map(on_one_device, **over, check_vma=False)(t, d, p, tiles, chunks)

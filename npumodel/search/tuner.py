@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import jax
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
@@ -203,6 +205,9 @@ def tune(shape, device, **options):
     progress    called as progress(evaluations done, expected, best seconds so far), of several calls with the sums
     exhaustive  also price the whole space, for `gap`; outside the budget
 
+    Several calls share what there is: the points of all are sharded over the devices of the process (`jax.devices()`),
+    and the calls over the processes of `jax.distributed`, each of which returns all results.
+
     A budget that runs out gives the best tile so far, `complete=False`; so does Ctrl-C, once something is priced. What
     "auto" chooses from is always priced, as far as it is in the space.
     Raises ValueError for an unknown strategy or a bad budget, when no tile is legal (the buffer, bytes needed and
@@ -211,8 +216,30 @@ def tune(shape, device, **options):
     if isinstance(shape, AttentionShape):
         return _tune([shape], device, **options)[0]
     shapes = list(shape)
+    return TuneResults(tuple(_over_processes(shapes, lambda mine: _in_waves(mine, device, **options))))
+
+
+def _in_waves(shapes: Sequence[AttentionShape], device: DeviceSpec, **options) -> list[TuneResult]:
     waves = [shapes[i : i + _WAVE] for i in range(0, len(shapes), _WAVE)]
-    return TuneResults(tuple(result for wave in waves for result in _tune(wave, device, **options)))
+    return [result for wave in waves for result in _tune(wave, device, **options)]
+
+
+def _over_processes(
+    shapes: Sequence[AttentionShape], work: Callable[[Sequence[AttentionShape]], list[TuneResult]]
+) -> list[TuneResult]:
+    """work(shapes), shared out over the processes of `jax.distributed`; every process gets all results."""
+    count = jax.process_count()
+    if count == 1:
+        return work(shapes)
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(pickle.dumps(work(shapes[jax.process_index() :: count])), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(mine))).ravel()
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(mine)] = mine
+    every = multihost_utils.process_allgather(padded).reshape(count, -1)
+    parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
+    return [parts[i % count][i // count] for i in range(len(shapes))]
 
 
 def _tune(
