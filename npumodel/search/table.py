@@ -57,6 +57,7 @@ __all__ = [
     "active_tables",
     "change_file",
     "key_of",
+    "listing",
     "problems",
     "use_table",
 ]
@@ -175,7 +176,7 @@ class TileTable:
         return f"TileTable({len(self)} row{'s' * (len(self) != 1)}{': ' * bool(devices)}{', '.join(devices)})"
 
     def __str__(self) -> str:
-        return "\n".join([repr(self), *_columns(map(_cells, self.entries))])
+        return "\n".join([repr(self), *listing(self.entries)])
 
 
 def change_file(path: str | os.PathLike[str], change: Callable[[TileTable], TileTable]) -> TileTable:
@@ -241,16 +242,18 @@ def _key(row: Any) -> Any:
     return row.get("key") if isinstance(row, dict) else row
 
 
+def listing(entries: Iterable[Entry], note: Callable[[Entry], str] = lambda entry: "") -> list[str]:
+    """One line a row: device, key, tile, time, gain over the default, bound, whether its search finished, a note."""
+    cells = [(*_cells(entry), note(entry)) for entry in entries]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [("  " + "  ".join(map(str.ljust, row, widths))).rstrip() for row in cells]
+
+
 def _cells(entry: Entry) -> tuple[str, ...]:
     gain = f"{entry.default_us / entry.predicted_us:.2f}x default" if entry.default_us else ""
-    note = "" if entry.complete else "search not finished"
-    return (entry.header.name, label_of(entry.key), entry.tile.label, f"{entry.predicted_us:.6g} us", gain, note)
-
-
-def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    rows = [*rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [("  " + "  ".join(map(str.ljust, row, widths))).rstrip() for row in rows]
+    done = "" if entry.complete else "search not finished"
+    time = f"{entry.predicted_us:.6g} us"
+    return (entry.header.name, label_of(entry.key), entry.tile.label, time, gain, entry.bound or "", done)
 
 
 def _exact(key: Mapping[str, Any]) -> str:
