@@ -595,7 +595,7 @@ def test_many_lengths_are_one_search_a_bucket(searches):
     with use_table(TileTable(), on_miss="autotune"):
         for batch in range(1, 51):  # B6
             resolve(dataclasses.replace(SMALL, batch=batch, q_len=900 + batch, kv_len=900 + batch), B2)
-    assert len({auto._call(shape, B2) for shape in searches}) == len(searches) <= 7
+    assert len({table_module.call_of(shape, B2) for shape in searches}) == len(searches) <= 7
 
 
 def test_a_bucket_whose_row_loses_is_not_searched_again(searches, monkeypatch):

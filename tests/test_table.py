@@ -4,12 +4,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -331,6 +335,7 @@ def test_stale_by_both_is_one_warning_and_far_rows_are_no_news():
     with pytest.warns(TileTableWarning, match="spec_hash was .* now; model_version was 0, is") as caught:
         assert old.lookup(SHAPE, chip(l1_bytes=2)) is None
     assert len(caught) == 1 and old.lookup(sized(4096), TINY) is None
+    table_module._seen.clear()
     with pytest.warns(TileTableWarning, match="model_version was 0"):  # a far row does not hide a stale one
         assert (old | table(sized(4096))).lookup(SHAPE, TINY).source == "nearest"
 
@@ -537,6 +542,48 @@ def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == before and not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits, no modes")
+def test_a_write_that_stops_in_its_middle_and_a_folder_that_is_read_only(tmp_path):
+    path, folder = tmp_path / "t.json", Path(tempfile.mkdtemp())  # the latter for everyone
+    try:
+        for place in (path, folder / "t.json"):
+            table().save(place)
+        before = path.read_bytes()
+        with start(FULL, path, folder) as writer:
+            full, read, read_only = writer.stdout.read().splitlines()
+        assert re.search("full: .*not written, what was there is untouched .*File too large.*another path", full)
+        assert read == "1 row(s) read"
+        assert re.search("read-only: .*not written.*Permission denied.*another path", read_only)
+        assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == [".t.json.lock", "t.json"]
+        assert (folder / "t.json").read_bytes() == before
+    finally:
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB of its own, where that is allowed."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(small_disk):
+    path, saved = small_disk / "t.json", 0
+    with pytest.raises(OSError, match="not written, what was there is untouched .*No space left") as caught:
+        for n in range(1, 1000):
+            table(sized(64 * n)).save(path)
+            saved = n
+    assert caught.value.errno == errno.ENOSPC
+    assert len(TileTable.load(path)) == saved > 10 and sorted(os.listdir(small_disk)) == [".t.json.lock", "t.json"]
+
+
 def test_mode_and_symlink_survive(tmp_path):
     (tmp_path / "real").mkdir()
     real, link = tmp_path / "real" / "t.json", tmp_path / "t.json"
@@ -567,6 +614,30 @@ def hang(_):
     time.sleep(60)
 os.fsync = hang
 table(sized(4096)).save(sys.argv[1])
+"""
+
+
+FULL = """
+import os, resource, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from test_table import table, sized, TileTable
+path, readable = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # bytes of a file: the next write stops in its middle
+rows = TileTable()
+for n in range(1, 40):
+    rows = rows | table(sized(64 * n))
+try:
+    rows.save(path)
+except OSError as error:
+    print("full:", error, flush=True)
+os.chmod(readable, 0o555)
+if not os.getuid():
+    os.setgid(65534), os.setuid(65534)  # root may write anywhere
+print(len(TileTable.load(os.path.join(readable, "t.json"))), "row(s) read")
+try:
+    table(sized(4096)).save(os.path.join(readable, "t.json"))
+except OSError as error:
+    print("read-only:", error)
 """
 
 

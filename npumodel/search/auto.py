@@ -58,7 +58,6 @@ from npumodel.search.space import (
     stacked,
 )
 from npumodel.search.table import (
-    MODEL_VERSION,
     SOURCES,
     Found,
     TileTable,
@@ -67,10 +66,11 @@ from npumodel.search.table import (
     Use,
     active_tables,
     active_use,
+    call_of,
     named_tables,
     warn_once,
 )
-from npumodel.search.table_row import key_of, label_of, text_of
+from npumodel.search.table_row import key_of, label_of
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
@@ -193,6 +193,8 @@ def look_up(shape: AttentionShape, device: DeviceSpec, tables: Sequence[TileTabl
     found = [row for table in tables for row in table.candidates(shape, device)]
     found.sort(key=_place)  # stable: then as the tables and their rows come
     nearby = sum(row.source != "nearest" for row in found)
+    for table in tables if not nearby else ():
+        table.warn_stale(shape, device)
     for row in found[: nearby + _NEAREST]:
         tile = fitted(row.tile, shape)
         if not legal([shape], stacked([tile]), device)[0]:
@@ -215,12 +217,7 @@ def _notice(row: Found, tile: TileConfig, shape: AttentionShape, device: DeviceS
     why = "; ".join(misfits(shape, device, tile))
     name = row.entry.header.name or "a device"
     what = f"tile table: row of {name} for {shape.label} is passed over: {does_not_fit(tile, device)}: {why}"
-    warn_once(_call(shape, device), what)
-
-
-def _call(shape: AttentionShape, device: DeviceSpec) -> tuple[str, ...]:
-    """What a warning about a call comes once for."""
-    return (device.name, device.fingerprint(), MODEL_VERSION, text_of(key_of(shape)))
+    warn_once(call_of(shape, device), what)
 
 
 def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> bool:
@@ -238,7 +235,7 @@ def _on_miss(shape: AttentionShape, device: DeviceSpec, tables: Sequence[TileTab
     if use.on_miss == "autotune":
         return _tuned(shape, device, use.file)
     if any(map(len, tables)):
-        warn_once(_call(shape, device), _missed(shape, device, "leave it to the model, as now"))
+        warn_once(call_of(shape, device), _missed(shape, device, "leave it to the model, as now"))
     return by_model([shape], device)[0]
 
 

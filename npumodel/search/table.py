@@ -39,6 +39,7 @@ from npumodel.search.table_row import (
     label_of,
     row_problems,
     text_of,
+    validity_of,
 )
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
@@ -135,23 +136,34 @@ class TileTable:
         """The row of this call: the exact key, else the nearest in its power-of-two bucket, else the nearest of all
         whose exact fields match, else None.
 
-        Rows of another spec_hash or model_version are passed over; if that leaves none in the bucket, a
-        TileTableWarning says which field differs, once per device and key. The name of the device does not matter, its
-        numbers do.
+        Rows of another spec_hash or model_version are passed over; if that leaves none in the bucket, `warn_stale` says
+        so. The name of the device does not matter, its numbers do.
         """
-        return next(iter(self.candidates(shape, device, model_version)), None)
+        found = next(iter(self.candidates(shape, device, model_version)), None)
+        if found is None or found.source == "nearest":
+            self.warn_stale(shape, device, model_version)
+        return found
 
     def candidates(self, shape: AttentionShape, device: DeviceSpec, model_version: str = MODEL_VERSION) -> list[Found]:
-        """Every row that `lookup` may answer with, best first, for a caller that has to pass over some.
+        """Every row that `lookup` may answer with, best first, for a caller that has to pass over some; no warnings.
 
         Order: exact, bucket, nearest; then distance; then the smaller q_len, kv_len, batch_heads.
         """
-        key, now = key_of(shape), {"spec_hash": device.fingerprint(), "model_version": str(model_version)}
+        key, now = key_of(shape), validity_of(device, model_version)
         rows = self._alike.get(_exact(key), ())
-        found = sorted((_found(key, entry) for entry in rows if entry.header.validity == now), key=_rank)
-        if not found or found[0].source == "nearest":
-            _warn_stale([entry for entry in rows if _bucket(entry.key) == _bucket(key)], key, device, now)
-        return found
+        return sorted((_found(key, entry) for entry in rows if entry.header.validity == now), key=_rank)
+
+    def warn_stale(self, shape: AttentionShape, device: DeviceSpec, model_version: str = MODEL_VERSION):
+        """Say, once per device and key, if a row of the bucket is of another spec or model, and which field differs."""
+        key, now = key_of(shape), validity_of(device, model_version)
+        for entry in self._alike.get(_exact(key), ()):
+            had = entry.header.validity
+            other = entry.header.name != device.name and had["spec_hash"] != now["spec_hash"]  # a row of another chip
+            if had == now or other or _bucket(entry.key) != _bucket(key):
+                continue
+            why = "; ".join(f"{name} was {had[name]}, is {now[name]} now" for name in now if had[name] != now[name])
+            row = f"tile table: row {device.name} {label_of(entry.key)} is not used"
+            warn_once(call_of(shape, device, model_version), f"{row}: {why}; tune again to renew it")
 
     @functools.cached_property
     def _alike(self) -> dict[str, list[Entry]]:
@@ -282,21 +294,16 @@ def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return math.sqrt(math.fsum(math.log2(ratio) ** 2 for ratio in ratios))
 
 
-def _warn_stale(rows: Iterable[Entry], key: Mapping[str, Any], device: DeviceSpec, now: Mapping[str, str]):
-    for entry in rows:
-        had = entry.header.validity
-        if entry.header.name != device.name and had["spec_hash"] != now["spec_hash"]:
-            continue  # a row of another chip: nothing to tell
-        why = "; ".join(f"{name} was {had[name]}, is {now[name]} now" for name in now if had[name] != now[name])
-        row = f"tile table: row {device.name} {label_of(entry.key)} is not used"
-        warn_once((device.name, *now.values(), text_of(key)), f"{row}: {why}; tune again to renew it")
+def call_of(shape: AttentionShape, device: DeviceSpec, model_version: str = MODEL_VERSION) -> tuple[str, ...]:
+    """A call as warnings tell it from others."""
+    return (device.name, *validity_of(device, model_version).values(), text_of(key_of(shape)))
 
 
 _seen: set[tuple] = set()  # what was warned about
 
 
 def warn_once(what: tuple, message: str):
-    """A TileTableWarning, once per process for each `what`. Of a call: (device name, spec_hash, model_version, key)."""
+    """A TileTableWarning, once per process for each `what`, which for a call is `call_of` it."""
     if what not in _seen:
         _seen.add(what)
         warnings.warn(message, TileTableWarning, stacklevel=2)

@@ -127,6 +127,11 @@ class Header:
         return (str(self.kernel), *self.validity.values(), text_of(key) if isinstance(key, Mapping) else repr(key))
 
 
+def validity_of(device: DeviceSpec, model_version: str) -> dict[str, str]:
+    """The `Header.validity` of rows made now on `device`."""
+    return {"spec_hash": device.fingerprint(), "model_version": str(model_version)}
+
+
 def _device(device: DeviceSpec) -> dict[str, Any]:
     names = {name: getattr(device, name) for name in ("name", "soc", "family", "arch")}
     return {**names, "spec_hash": device.fingerprint(), "cube_cores": _plain(device.cube_cores)}
