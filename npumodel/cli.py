@@ -1,6 +1,7 @@
 """The command line's door: exit codes and messages. `commands` has the commands.
 
-0 done, 1 the user's script failed, 2 a mistake that the message explains, 130 Ctrl-C.
+0 done, 1 the user's script failed or a check of a table found something, 2 a mistake that the message explains,
+130 Ctrl-C.
 """
 
 from __future__ import annotations

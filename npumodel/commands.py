@@ -12,7 +12,7 @@ from typing import Literal
 import tyro
 from tyro.conf import Positional
 
-from npumodel import api, hardware, record, report_text
+from npumodel import api, hardware, record, report_text, table_commands
 from npumodel.model import chrome
 from npumodel.model.estimate import estimate as price
 from npumodel.model.trace import timeline
@@ -27,6 +27,9 @@ def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     try:
+        if argv[:1] == ["table"]:
+            about = table.__doc__
+            return table_commands.app.cli(prog="npumodel table", description=about, args=argv[1:], config=config)
         return app.cli(prog="npumodel", description=_ABOUT, args=argv, config=config)
     except SystemExit as stop:  # --help, or a mistake that tyro has explained
         return int(stop.code or 0)
@@ -180,6 +183,12 @@ def _progress(label: str) -> Iterator[Callable[[int, int, float], None] | None]:
             bar.update(task, completed=done, total=expected, description=f"{label}  best {best * 1e3:.4g} ms")
 
         yield show
+
+
+@app.command
+def table() -> int:
+    """Look at learned tables and change them: show, validate, merge, diff, prune. See `npumodel table --help`."""
+    raise AssertionError("`run` gives these to `table_commands`")  # here for the list of commands only
 
 
 @app.command

@@ -71,7 +71,7 @@ def _late(call: Priced) -> list[str]:
     waits = ", ".join(f"{row.title} {units.milliseconds(row.dma_wait)}" for row in late)
     text = f"warning: tile {call.cost.tile.label}: dma_wait above {units.milliseconds(WAIT_LIMIT)} in {waits}; "
     if call.better is None:
-        hint = "" if call.source == "auto: table" else " (`npumodel tune` searches)"
+        hint = "" if call.source in ("auto: table", "auto: tuned") else " (`npumodel tune` searches)"
         return [text + f"no cheaper tile is known{hint}; bound by {call.cost.bound}"]
     gain = call.cost.seconds / call.better.seconds
     better = f"tile {call.better.tile.label} is predicted {gain:.2f}x as fast"

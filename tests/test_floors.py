@@ -14,7 +14,8 @@ FLOORS = (
     {"attention"},
     {"model"},
     {"search"},
-    {"api", "record", "plot", "demo", "report_text", "explain_text", "commands", "cli", "__init__", "__main__"},
+    {"api", "record", "plot", "demo", "report_text", "explain_text"}
+    | {"commands", "table_commands", "cli", "__init__", "__main__"},
 )
 #: Beyond the order: the price never imports the numerics.
 FORBIDDEN = {("model", "attention")}

@@ -3,19 +3,22 @@
 import dataclasses
 import logging
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
 
+import npumodel
 from npumodel.hardware import device, devices
 from npumodel.model import estimate as cost
-from npumodel.search import auto, gradient, rules, space
+from npumodel.search import auto, gradient, rules, space, tuner
+from npumodel.search import table as table_module
 from npumodel.search.auto import resolve
 from npumodel.search.ledger import Ledger
 from npumodel.search.space import BUFFERS, Space
 from npumodel.search.strategies import STRATEGIES
-from npumodel.search.table import Entry, Header, TileTable, TileTableWarning, use_table
+from npumodel.search.table import Entry, Header, TileTable, TileTableMiss, TileTableWarning, use_table
 from npumodel.search.tuner import TuneResults, tune
 from npumodel.tile import ALL_CORES, TileConfig
 from npumodel.workload import AttentionShape
@@ -527,7 +530,15 @@ def table_of(spec, shape, tile):
     return TileTable((Entry.of(Header.of(spec), shape, tile, 1e-3),))
 
 
-def test_an_illegal_row_is_passed_over_with_one_notice():
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing warned about, resolved or tuned on a miss yet."""
+    monkeypatch.setattr(table_module, "_seen", set())
+    monkeypatch.setattr(auto, "_resolved", {})
+    monkeypatch.setattr(auto, "_learned", {})
+
+
+def test_an_illegal_row_is_passed_over_with_one_notice(fresh, monkeypatch):
     big = TileConfig(128, 256)
     assert resolve(ARTICLE_SHAPE, B2, big).source == "explicit"
     small_l1 = B2.replace(l1_bytes=300_000)
@@ -539,21 +550,155 @@ def test_an_illegal_row_is_passed_over_with_one_notice():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert resolve(ARTICLE_SHAPE, small_l1) == found
+    monkeypatch.setattr(table_module, "_seen", set())
     near = AttentionShape(4, 32, 4000, 128)  # next best: a row of the same bucket
     with use_table(table | table_of(small_l1, near, TileConfig(128, 128))), pytest.warns(TileTableWarning):
         assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(128, 128), "auto: bucket")
 
 
-def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default():
+def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default(fresh):
     near, good, bad = AttentionShape(4, 32, 4000, 128), TileConfig(128, 256), TileConfig(16, 16)
     with use_table(table_of(B2, ARTICLE_SHAPE, good)):
         assert resolve(near, B2) == auto.Resolved(good, "auto: bucket")
         with use_table(table_of(B2, near, bad)):
             assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(good, "auto: table")
             assert resolve(near, B2) == auto.Resolved(bad, "auto: table")
-    with use_table(table_of(B2, near, bad)):
+    missing = "no row serves q_len=4096 .* on ascend910b2 .*searched: a TileTable: 1 row.*npumodel tune --shape B4,N32"
+    with use_table(table_of(B2, near, bad)), pytest.warns(TileTableWarning, match=missing) as told:
+        assert resolve(ARTICLE_SHAPE, B2).source == resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+    with use_table(table_of(B2, near, TileConfig(16, 32))):
+        assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"  # silently
+    assert len(told) == 1 and resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+
+
+def test_nearest_rows_come_last_and_must_beat_the_default(fresh):
+    far, farther, good, bad = AttentionShape(4, 32, 2000, 128), AttentionShape(4, 32, 64, 128), (128, 256), (16, 16)
+    with use_table(table_of(B2, far, TileConfig(*good))):
+        assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(*good), "auto: nearest")
+        with use_table(table_of(B2, farther, TileConfig(128, 192))):  # of all tables the nearest
+            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(*good), "auto: nearest")
+        with use_table(table_of(B2, AttentionShape(4, 32, 4000, 128), TileConfig(128, 192))):
+            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(128, 192), "auto: bucket")
+        for other in ({"head_dim": 64}, {"dtype": "bfloat16"}, {"causal": True}):
+            with pytest.warns(TileTableWarning, match="no row serves"):
+                assert resolve(dataclasses.replace(ARTICLE_SHAPE, **other), B2).source == "auto: model"
+        short = dataclasses.replace(ARTICLE_SHAPE, kv_len=100)
+        tile = resolve(short, B2).tile
+        assert tile.block_kv <= 112 and not cost.illegal(short, B2, tile)
+    with use_table(table_of(B2, far, TileConfig(*bad))), pytest.warns(TileTableWarning, match="no row serves"):
         assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
-    assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+
+
+def test_the_named_shape_of_a_miss_reads_back():
+    for shape in (ARTICLE_SHAPE, SMALL, GROUPED, dataclasses.replace(SMALL, mask="bool", window=(9, None))):
+        command = auto._missed(shape, B2, "").split("--shape ")[1].split()[0]
+        assert AttentionShape.parse(command) == shape
+
+
+def test_a_miss_that_is_an_error(fresh, tmp_path):
+    table_of(B2, SMALL, TileConfig(64, 64)).save(tmp_path / "mine.json")
+    with use_table(tmp_path / "mine.json", on_miss="error"):
+        assert resolve(SMALL, B2).source == "auto: table"
+        missing = r"q_len=4096.*ascend910b2.*mine.json: 1 row.*npumodel tune --shape B4,N32.*on_miss=\"heuristic\""
+        with pytest.raises(TileTableMiss, match=missing) as caught:
+            resolve(ARTICLE_SHAPE, B2)
+        assert isinstance(caught.value, KeyError) and str(caught.value).startswith("tile table: no row")
+        assert resolve(ARTICLE_SHAPE, B2, "small").source == "level: small"
+        assert resolve(ARTICLE_SHAPE, None).source == "auto: host"
+        with use_table(TileTable()), pytest.warns(TileTableWarning):  # the innermost decides
+            assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
+    with pytest.raises(ValueError, match="on_miss: expected one of heuristic, autotune, error, got 'tune'"):
+        with use_table(TileTable(), on_miss="tune"):
+            pass
+
+
+@pytest.fixture
+def searches(fresh, monkeypatch):
+    """The shapes that were searched on a miss; the search itself is a budget of one evaluation."""
+    seen = []
+
+    def search(shape, spec):
+        seen.append(shape)
+        return dataclasses.replace(tune(shape, spec, max_evals=1), complete=True)
+
+    monkeypatch.setattr(tuner, "tune", search)
+    return seen
+
+
+def test_a_miss_is_tuned_remembered_and_saved(searches, tmp_path):
+    path = tmp_path / "new" / "mine.json"
+    with use_table(path, on_miss="autotune"):
+        first = resolve(SMALL, B2)
+        assert first.source == "auto: tuned" and resolve(SMALL, B2) is first
+        assert resolve(dataclasses.replace(SMALL, kv_len=999), B2).source == "auto: bucket"
+    assert searches == [SMALL]
+    (row,) = TileTable.load(path).entries
+    assert row.tile == first.tile and row.bound and row.dma_wait_us
+    with use_table(path, on_miss="error"):
+        assert resolve(SMALL, B2) == auto.Resolved(first.tile, "auto: table")
+    with use_table(TileTable(), on_miss="autotune"):  # without a file: in memory, where no other `with` looks
+        assert resolve(SMALL, B2).source == "auto: tuned"
+        auto._resolved.clear()
+        assert resolve(SMALL, B2) == auto.Resolved(first.tile, "auto: table")
+    assert len(searches) == 2 and resolve(SMALL, B2).source == "auto: model"
+
+
+def test_many_lengths_are_one_search_a_bucket(searches):
+    with use_table(TileTable(), on_miss="autotune"):
+        for batch in range(1, 51):  # B6
+            resolve(dataclasses.replace(SMALL, batch=batch, q_len=900 + batch, kv_len=900 + batch), B2)
+    assert len({table_module.call_of(shape, B2) for shape in searches}) == len(searches) <= 7
+
+
+def test_a_bucket_whose_row_loses_is_not_searched_again(searches, monkeypatch):
+    monkeypatch.setattr(auto, "_beats_default", lambda *_: False)
+    with use_table(TileTable(), on_miss="autotune"):
+        sources = [resolve(dataclasses.replace(SMALL, q_len=1000 - n), B2).source for n in range(3)]
+    assert sources == ["auto: tuned", "auto: model", "auto: model"] and len(searches) == 1
+
+
+def test_threads_with_one_miss_search_once(searches):
+    def work(_):
+        with use_table(TileTable(), on_miss="autotune"):
+            return resolve(SMALL, B2)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(work, range(8)))
+    assert len({r.tile for r in found}) == len(searches) == 1
+
+
+def test_a_tuned_row_that_cannot_be_saved_is_remembered(searches, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with use_table(tmp_path / "file" / "t.json", on_miss="autotune"):
+        with pytest.warns(TileTableWarning, match="not written.*for this process only"):
+            assert resolve(SMALL, B2).source == "auto: tuned"
+        auto._resolved.clear()
+        assert resolve(SMALL, B2).source == "auto: table"
+    assert len(searches) == 1
+
+
+def test_ctrl_c_while_tuning_on_a_miss_is_the_callers(fresh, monkeypatch):
+    monkeypatch.setattr(tuner, "tune", lambda shape, spec: tune(shape, spec, max_evals=1))  # as if interrupted
+    with use_table(TileTable(), on_miss="autotune"), pytest.raises(KeyboardInterrupt):
+        resolve(SMALL, B2)
+    assert not auto._learned
+
+
+@pytest.mark.slow
+def test_a_call_is_tuned_while_it_is_traced_and_compiled_once(fresh, tmp_path):
+    q = jax.numpy.ones((1, 2, 64, 32), "float16")
+
+    def call(q):
+        return npumodel.flash_attention(q, q, q, device=B2)
+
+    with use_table(tmp_path / "t.json", on_miss="autotune"):
+        jax.jit(call)(q).block_until_ready()
+        call(q)
+        size = npumodel.api._blocked._cache_size()
+    for _ in range(2):
+        with use_table(tmp_path / "t.json", on_miss="error"):
+            call(q)
+    assert len(TileTable.load(tmp_path / "t.json")) == 1 and npumodel.api._blocked._cache_size() == size > 0
 
 
 def test_a_row_is_cut_to_the_lengths():

@@ -4,12 +4,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -154,6 +158,45 @@ def test_each_run_keeps_its_provenance(tmp_path):
     assert seeds == [0, 1]
 
 
+KNOBS = [
+    {"buffers": 3},
+    {"lookahead": 0},
+    {"heads_packed": 8},
+    {"split_kv": 4},
+    {"cores": 12},
+    {"kv_pieces": 8},
+    {"persistent": True},
+    {"core_order": "contiguous"},
+    {"core_order": "round_robin"},
+    {"fusion": "partly"},
+    {"fusion": "unfused", "heads_packed": 2, "cores": 3},
+    {"heads_packed": 2, "split_kv": 2, "kv_pieces": 2, "cores": 7, "persistent": True, "core_order": "contiguous"},
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_every_knob_comes_back(tmp_path, knobs):
+    tile = TileConfig(128, 256, **knobs)
+    plain = tile.replace(**{k: np.int64(v) for k, v in knobs.items() if type(v) is int})  # as a search gives them
+    TileTable((Entry.of(Header.of(TINY), SHAPE, plain, 1e-3),)).save(tmp_path / "t.json")
+    assert TileTable.load(tmp_path / "t.json").lookup(SHAPE, TINY).tile == tile
+    row = json.loads((tmp_path / "t.json").read_text())["tables"][0]["entries"][0]
+    assert row["config"] == {"block_q": 128, "block_kv": 256, "buffers": 2, "lookahead": 1, "fusion": "fused", **knobs}
+
+
+def test_the_knobs_above_are_all():
+    named = {name for knobs in KNOBS for name in knobs}
+    assert named | {"block_q", "block_kv"} == {field.name for field in dataclasses.fields(TileConfig)}
+
+
+def test_windows_have_rows_too(tmp_path):
+    left, both = sized(window=(128, None)), sized(causal=True, window=(128, 64))
+    (table(left) | table(both) | table()).save(tmp_path / "t.json")
+    back = TileTable.load(tmp_path / "t.json")
+    assert [back.lookup(shape, TINY).source for shape in (left, both, SHAPE)] == ["exact"] * 3
+    assert back.lookup(sized(window=(64, None)), TINY) is None
+
+
 def test_merge_right_wins_and_order_does_not_matter():
     rows = [entry(sized(q)) for q in (256, 1024, 4096, 999)]
     shuffled = random.Random(0).sample(rows, 4)
@@ -200,9 +243,6 @@ def test_every_field_of_a_shape_is_in_the_key():
         {"v_in_k": True},
         {"backward": True},
         {"kv_heads": 4},
-        {"q_len": 1025},
-        {"kv_len": 512},
-        {"q_heads": 9, "kv_heads": 9},
     ],
     ids=str,
 )
@@ -228,10 +268,22 @@ def test_exact_before_bucket():
 def test_bucket_edges_and_batch_heads():
     have = table(sized(1024))
     assert have.lookup(sized(513), TINY).source == "bucket"
-    assert have.lookup(sized(512), TINY) is None and have.lookup(sized(1025), TINY) is None
+    assert have.lookup(sized(512), TINY).source == have.lookup(sized(1025), TINY).source == "nearest"
+    assert have.lookup(sized(kv_len=512), TINY).source == "nearest"
+    assert have.lookup(sized(q_heads=9, kv_heads=9), TINY).source == "nearest"
     assert have.lookup(sized(q_heads=5), TINY).source == "bucket"
     split = dataclasses.replace(SHAPE, batch=2, q_heads=4, kv_heads=4)
     assert have.lookup(split, TINY).source == "exact"  # batch * q_heads counts, not its factors
+
+
+def test_nearest_comes_last_and_by_the_distance():
+    have = table(sized(513), block_q=16) | table(sized(2048), block_q=32) | table(sized(64), block_q=64)
+    found = have.candidates(sized(1024), TINY)
+    assert [row.source for row in found] == ["bucket", "nearest", "nearest"]
+    assert [row.tile.block_q for row in found] == [16, 32, 64]
+    assert [row.distance for row in found] == pytest.approx([np.log2(1024 / 513), 1, 4])
+    assert have.lookup(sized(4096), TINY).tile.block_q == 32
+    assert have.lookup(sized(1, 10**6, dtype="bfloat16"), TINY) is None
 
 
 def test_ties_are_broken_by_a_rule():
@@ -277,7 +329,16 @@ def test_fresh_row_beside_a_stale_one_and_none_is_deleted(tmp_path):
 
 def test_rows_of_another_device_are_no_news():
     assert table().lookup(SHAPE, chip(name="other", l1_bytes=2)) is None
-    assert table().lookup(sized(4096), TINY) is None
+
+
+def test_stale_by_both_is_one_warning_and_far_rows_are_no_news():
+    old = table(header=Header.of(TINY, model_version="0"))
+    with pytest.warns(TileTableWarning, match="spec_hash was .* now; model_version was 0, is") as caught:
+        assert old.lookup(SHAPE, chip(l1_bytes=2)) is None
+    assert len(caught) == 1 and old.lookup(sized(4096), TINY) is None
+    table_module._seen.clear()
+    with pytest.warns(TileTableWarning, match="model_version was 0"):  # a far row does not hide a stale one
+        assert (old | table(sized(4096))).lookup(SHAPE, TINY).source == "nearest"
 
 
 # Values
@@ -296,10 +357,10 @@ def test_impossible_times_are_no_entry(bad):
     [
         ("predicted_us", 0, "predicted_us: expected a number > 0, got 0"),
         ("predicted_us", float("nan"), "predicted_us.*nan"),
-        ("predicted_us", 10**400, "too large"),
+        ("predicted_us", 10**400, "predicted_us: expected a number > 0, got 1000"),
         ("default_us", -3, "default_us"),
         ("dma_wait_us", {"qk": float("inf")}, "dma_wait_us.qk"),
-        ("dma_wait_us", [1], "items"),
+        ("dma_wait_us", [1], "dma_wait_us: expected an object"),
         ("config", {"block_q": 0, "block_kv": 64}, "block_q"),
         ("config", {"block_q": 64.5, "block_kv": 64}, "block_q: expected an integer"),
         ("config", {"block_q": "64", "block_kv": 64}, "block_q"),
@@ -322,6 +383,18 @@ def test_bad_row_is_refused_by_name_and_kept(tmp_path, place, bad, what):
         table(sized(4096)).save(path)
     rows = [row for block in json.loads(path.read_text())["tables"] for row in block["entries"]]
     assert len(rows) == 3 and text(bad) in [text(row[place]) for row in rows]
+
+
+def test_a_row_says_everything_that_is_wrong_with_it(tmp_path):
+    path = tmp_path / "t.json"
+    table().save(path)
+    bad = {"predicted_us": 0, "evals": -1, "complete": "yes", "bound": 3, "config": {"block_q": 0, "block_kv": 1.5}}
+    edit(path, lambda document: document["tables"][0]["entries"][0].update(bad))
+    with pytest.warns(TileTableWarning) as caught:
+        TileTable.load(path)
+    (told,) = [str(warning.message) for warning in caught]
+    for name in ("predicted_us", "evals", "complete", "bound", "config.block_q", "config.block_kv"):
+        assert f"{name}: expected" in told
 
 
 def test_refused_row_goes_when_it_is_renewed(tmp_path):
@@ -470,6 +543,48 @@ def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == before and not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits, no modes")
+def test_a_write_that_stops_in_its_middle_and_a_folder_that_is_read_only(tmp_path):
+    path, folder = tmp_path / "t.json", Path(tempfile.mkdtemp())  # the latter for everyone
+    try:
+        for place in (path, folder / "t.json"):
+            table().save(place)
+        before = path.read_bytes()
+        with start(FULL, path, folder) as writer:
+            full, read, read_only = writer.stdout.read().splitlines()
+        assert re.search("full: .*not written, what was there is untouched .*File too large.*another path", full)
+        assert read == "1 row(s) read"
+        assert re.search("read-only: .*not written.*Permission denied.*another path", read_only)
+        assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == [".t.json.lock", "t.json"]
+        assert (folder / "t.json").read_bytes() == before
+    finally:
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB of its own, where that is allowed."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(small_disk):
+    path, saved = small_disk / "t.json", 0
+    with pytest.raises(OSError, match="not written, what was there is untouched .*No space left") as caught:
+        for n in range(1, 1000):
+            table(sized(64 * n)).save(path)
+            saved = n
+    assert caught.value.errno == errno.ENOSPC
+    assert len(TileTable.load(path)) == saved > 10 and sorted(os.listdir(small_disk)) == [".t.json.lock", "t.json"]
+
+
 def test_mode_and_symlink_survive(tmp_path):
     (tmp_path / "real").mkdir()
     real, link = tmp_path / "real" / "t.json", tmp_path / "t.json"
@@ -500,6 +615,30 @@ def hang(_):
     time.sleep(60)
 os.fsync = hang
 table(sized(4096)).save(sys.argv[1])
+"""
+
+
+FULL = """
+import os, resource, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from test_table import table, sized, TileTable
+path, readable = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # bytes of a file: the next write stops in its middle
+rows = TileTable()
+for n in range(1, 40):
+    rows = rows | table(sized(64 * n))
+try:
+    rows.save(path)
+except OSError as error:
+    print("full:", error, flush=True)
+os.chmod(readable, 0o555)
+if not os.getuid():
+    os.setgid(65534), os.setuid(65534)  # root may write anywhere
+print(len(TileTable.load(os.path.join(readable, "t.json"))), "row(s) read")
+try:
+    table(sized(4096)).save(os.path.join(readable, "t.json"))
+except OSError as error:
+    print("read-only:", error)
 """
 
 

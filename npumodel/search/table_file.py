@@ -5,7 +5,8 @@
                  "entries": [{"key": {...}, "config": {...}, "predicted_us": ..., ...}, ...]}, ...]}
 
 A block of "tables" is one tuning run on one device; one file holds any number of devices and runs.
-`table_row` says what is in a block and in a row.
+`table_row` says what is in a block and in a row; `tile_table.schema.json`, beside this file and in the wheel, says the
+same as a JSON Schema.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
-import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,6 +146,11 @@ class Header:
         return (str(self.kernel), *self.validity.values(), text_of(key) if isinstance(key, Mapping) else repr(key))
 
 
+def validity_of(device: DeviceSpec, model_version: str) -> dict[str, str]:
+    """The `Header.validity` of rows made now on `device`."""
+    return {"spec_hash": device.fingerprint(), "model_version": str(model_version)}
+
+
 def _device(device: DeviceSpec) -> dict[str, Any]:
     names = {name: getattr(device, name) for name in ("name", "soc", "family", "arch")}
     return {**names, "spec_hash": device.fingerprint(), "cube_cores": _plain(device.cube_cores)}
@@ -189,19 +194,8 @@ class Entry:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        for name, value in self.key.items():
-            if not isinstance(value, str | int | float | None):
-                raise ValueError(f"key.{name}: expected a string, a number or null, got {value!r}")
-        for name in BUCKET:
-            _check(f"key.{name}", self.key.get(name), int)
-        for name in _NUMBERS:
-            _check(name, getattr(self.tile, name), int, zero=name == "lookahead")
-        for name in ("default_us", "rule_us", "runner_up_us"):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), float)
-        _check("predicted_us", self.predicted_us, float)
-        for stage, wait in self.dma_wait_us.items():
-            _check(f"dma_wait_us.{stage}", wait, float, zero=True)
+        if wrong := row_problems(self.to_row()):
+            raise ValueError("; ".join(wrong))
 
     @classmethod
     def of(
@@ -242,17 +236,12 @@ class Entry:
 
     @classmethod
     def from_row(cls, header: Header, row: Any) -> Entry:
-        """Read a row of the file. Raises ValueError that says what is wrong with it."""
-        if not isinstance(row, dict) or not all(isinstance(row.get(name, {}), dict) for name in ("key", "config")):
-            raise ValueError("expected an object with a key and a config")
-        config, fields = row.get("config", {}), {name: row[name] for name in _FIELDS if name in row}
-        if unknown := sorted(set(config) - set(_KNOBS)):
-            raise ValueError(f"config: {', '.join(unknown)} is not known here; update npumodel to use the row")
+        """Read a row of the file. Raises ValueError that says everything that is wrong with it."""
+        if wrong := row_problems(row):
+            raise ValueError("; ".join(wrong))
+        fields = {name: row[name] for name in _FIELDS if name in row}
         extra = {name: value for name, value in row.items() if name not in (*_FIELDS, "key", "config")}
-        try:
-            return cls(header, row.get("key", {}), TileConfig(**config), **fields, extra=extra)
-        except (TypeError, AttributeError, OverflowError) as error:  # a field is missing or of another kind
-            raise ValueError(str(error)) from None
+        return cls(header, row["key"], TileConfig(**row["config"]), **fields, extra=extra)
 
     def to_row(self) -> dict[str, Any]:
         """The row of the file."""
@@ -269,16 +258,93 @@ class Entry:
     @property
     def order(self) -> tuple:
         """Place of the row in a file: by block, then by key, numbers as numbers."""
-        named = sorted((name, isinstance(value, str), value) for name, value in self.key.items() if value is not None)
+        named = sorted((name, *_place(value)) for name, value in self.key.items() if value is not None)
         return (self.header.order, named)
 
 
-def _check(name: str, value: Any, kind: type, *, zero: bool = False):
+def _place(value: Any) -> tuple[bool, float, str]:
+    number = isinstance(value, int | float)
+    return (not number, value if number else 0, "" if number else json.dumps(value))
+
+
+# What may be wrong ---------------------------------------------------------------------------------------------------
+
+
+def block_problems(block: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the header of a block of the file; its rows cannot be told from others, then."""
+    device = block["device"]
+    texts = {f"device.{name}": device.get(name) for name in ("name", "spec_hash")}
+    texts |= {name: block.get(name) for name in ("kernel", "model_version")}
+    return [f"{name}: expected a string, got {_shown(x)}" for name, x in texts.items() if not isinstance(x, str)]
+
+
+def row_problems(row: Any) -> list[str]:
+    """What is wrong with a row of the file, everything at once; [] if it can be used."""
+    if not isinstance(row, Mapping) or not all(isinstance(row.get(name), Mapping) for name in ("key", "config")):
+        return ["expected an object with a key and a config"]
+    return [*_key_problems(row["key"]), *_config_problems(row["config"]), *_value_problems(row)]
+
+
+def _key_problems(key: Mapping[str, Any]) -> list[str]:
+    sizes = [_number_problem(f"key.{name}", key.get(name), int) for name in BUCKET]
+    others = [
+        f"key.{name}: expected a string, a number, null or a list of these, got {_shown(value)}"
+        for name, value in key.items()
+        if name not in BUCKET and not all(map(_is_scalar, value if isinstance(value, list) else [value]))
+    ]
+    return [*filter(None, sizes), *others]
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float | None)
+
+
+def _config_problems(config: Mapping[str, Any]) -> list[str]:
+    if unknown := sorted(set(config) - set(_KNOBS)):
+        return [f"config: {', '.join(unknown)} is not known here; update npumodel to use the row"]
+    asked = {name: config.get(name) for name in _NUMBERS if name in config or name in ("block_q", "block_kv")}
+    wrong = [_number_problem(f"config.{name}", x, int, zero=name == "lookahead") for name, x in asked.items()]
+    if any(wrong):
+        return [*filter(None, wrong)]
+    try:
+        TileConfig(**config)
+    except ValueError as error:
+        return [f"config.{error}"]
+    return []
+
+
+def _value_problems(row: Mapping[str, Any]) -> list[str]:
+    times = [name for name in ("default_us", "rule_us", "runner_up_us") if row.get(name) is not None]
+    wrong = [_number_problem(name, row.get(name), float) for name in ("predicted_us", *times)]
+    waits = row.get("dma_wait_us", {})
+    if isinstance(waits, Mapping):
+        wrong += [_number_problem(f"dma_wait_us.{stage}", wait, float, zero=True) for stage, wait in waits.items()]
+    else:
+        wrong.append(f"dma_wait_us: expected an object, got {_shown(waits)}")
+    if not isinstance(row.get("bound"), str | None):
+        wrong.append(f"bound: expected a string or null, got {_shown(row['bound'])}")
+    if row.get("evals") is not None:
+        wrong.append(_number_problem("evals", row["evals"], int, zero=True))
+    if not isinstance(row.get("complete", True), bool):
+        wrong.append(f"complete: expected true or false, got {_shown(row['complete'])}")
+    return [*filter(None, wrong)]
+
+
+def _number_problem(name: str, value: Any, kind: type, *, zero: bool = False) -> str | None:
     kinds = (int, float) if kind is float else (int,)
-    good = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero):
-        noun, sign = "a number" if kind is float else "an integer", ">=" if zero else ">"
-        raise ValueError(f"{name}: expected {noun} {sign} 0, got {value!r}")
+    good = isinstance(value, kinds) and not isinstance(value, bool) and -_MOST < value < _MOST
+    if good and (value > 0 or (value == 0 and zero)):
+        return None
+    noun, sign = "a number" if kind is float else "an integer", ">=" if zero else ">"
+    return f"{name}: expected {noun} {sign} 0, got {_shown(value)}"
+
+
+#: Beyond any number of a row.
+_MOST = 1e300
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)  # a number may have thousands of digits
 
 
 def _us(seconds: Any) -> float:
