@@ -187,7 +187,7 @@ def _progress(label: str) -> Iterator[Callable[[int, int, float], None] | None]:
 
 @app.command
 def table() -> int:
-    """Look at learned tables and change them: show, validate, merge, diff, prune. See `npumodel table --help`."""
+    """Learned tables: show, validate, merge, diff, prune, export. See `npumodel table --help`."""
     raise AssertionError("`run` gives these to `table_commands`")  # here for the list of commands only
 
 
@@ -223,27 +223,3 @@ def _spec(device: str | None) -> hardware.DeviceSpec:
 def _level(text: str) -> str | int:
     """A tile as the library takes it: "12" is a number of parts."""
     return int(text) if text.isdecimal() else text
-
-
-@app.command(name="table-export")
-def table_export(
-    file: Positional[Path], to: Literal["csv", "t4", "triton", "tilelang", "vllm"], out: Path | None = None
-) -> int:
-    """Write a tile table in the format of another tool.
-
-    Args:
-        file: a tile table
-        to: csv (one line a row), t4 (FAIR T4 results, JSON), triton (candidates for triton.autotune), tilelang (kernel
-            parameters), vllm (one {bucket: config} file for each device and kind of call)
-        out: where to write, with vllm a folder; else print
-    """
-    from npumodel.search import export
-    from npumodel.search.table import TileTable
-
-    table = TileTable.load(file)
-    if out is None:
-        print(export.export(table, to), end="")
-        return 0
-    for path in export.save(table, to, out):
-        print(f"saved in {path}")
-    return 0

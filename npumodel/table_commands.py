@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from npumodel import hardware
 from npumodel.hardware import DeviceSpec
+from npumodel.search import export as exports
 from npumodel.search.table import MODEL_VERSION, Entry, TileTable, change_file, listing, problems
 from npumodel.search.table_row import label_of
 
@@ -126,6 +127,26 @@ def prune(
     for entry, why in removed.values():
         print(f"removed {_name(entry)} {_versions(entry)}: {why}")
     print(f"{len(removed)} row(s) removed, {len(left)} left in {out}" + _unread(left))
+    return 0
+
+@app.command
+def export(
+    file: Positional[Path], to: Literal["csv", "t4", "triton", "tilelang", "vllm"], out: Path | None = None
+) -> int:
+    """Write a tile table in the format of another tool.
+
+    Args:
+        file: a tile table
+        to: csv (one line a row), t4 (FAIR T4 results, JSON), triton (candidates for triton.autotune), tilelang (kernel
+            parameters), vllm (one {bucket: config} file for each device and kind of call)
+        out: where to write, with vllm a folder; else print
+    """
+    table = TileTable.load(file)
+    if out is None:
+        print(exports.export(table, to), end="")
+        return 0
+    for path in exports.save(table, to, out):
+        print(f"saved in {path}")
     return 0
 
 

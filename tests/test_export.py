@@ -483,7 +483,7 @@ def test_command_line_prints_and_saves(tmp_path, capsys):
     TABLE.save(path)
 
     def run(*arguments):
-        code = main(["table-export", str(path), *map(str, arguments)])
+        code = main(["table", "export", str(path), *map(str, arguments)])
         return code, capsys.readouterr()
 
     for to in export.FORMATS:
