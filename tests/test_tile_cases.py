@@ -171,15 +171,19 @@ def test_b10_searches_at_once_have_one_winner():
 @pytest.mark.parametrize("length", [6144, 4097, 8191])
 def test_b12_a_search_is_bounded_and_the_second_run_does_none(length, tmp_path):
     shape = AttentionShape(1, 8, length, 128)
-    full = Space.full(shape, B2)
-    assert full.size > 10**6
-    r = tune(shape, B2, space=full, time_limit=20)
-    assert r.evals < 50_000 < full.size and r.elapsed < 120  # compilation included
-    assert tune(shape, B2, space=full, max_evals=500).evals < 1000
+    r = tune(shape, B2)
+    assert r.complete and r.evals < 5000 < r.space_size
     with use_table(tmp_path / "t.json", on_miss="autotune"):
         assert resolve(shape, B2).source == "auto: tuned"
     with use_table(tmp_path / "t.json", on_miss="error"):
         assert resolve(shape, B2).source == "auto: table"
+
+
+@pytest.mark.slow
+def test_b12_a_budget_holds_in_the_full_space():
+    shape = AttentionShape(1, 8, 6144, 128)
+    r = tune(shape, B2, space=Space.full(shape, B2), max_evals=500)
+    assert not r.complete and r.evals < 1000 and r.space_size > 10**6 and r.seconds <= default_seconds(shape)
 
 
 def test_b13_blocks_are_larger_than_a_short_call_and_pieces_than_none():
