@@ -1,7 +1,8 @@
 """Bug reports about tiles, tuning and tables of other projects, each as a test: what must not happen here.
 
 Numbers and lengths are those of the reports. What is not here is tested where it belongs: the winner for any order of
-the candidates (b10), budgets (b12) and one search for many lengths (b6) in test_search, stale, broken and shared files (b9) in test_table.
+the candidates (b10), budgets (b12) and one search for many lengths (b6) in test_search, stale, broken and shared files
+(b9) in test_table.
 """
 
 import dataclasses
