@@ -1,7 +1,8 @@
 """Bug reports about tiles, tuning and tables of other projects, each as a test: what must not happen here.
 
 Numbers and lengths are those of the reports. What is not here is tested where it belongs: the winner for any order of
-the candidates (b10) in test_search, stale, broken and shared files (b9) in test_table.
+the candidates (b10), budgets (b12) and one search for many lengths (b6) in test_search, stale, broken and shared files
+(b9) in test_table.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ from npumodel.model.estimate import estimate, footprints, illegal
 from npumodel.search import auto, rules, space
 from npumodel.search import table as table_module
 from npumodel.search.auto import resolve
-from npumodel.search.space import Space
 from npumodel.search.table import Entry, Header, TileTable, TileTableWarning, use_table
 from npumodel.search.tuner import tune
 from npumodel.tile import TileConfig
@@ -171,11 +171,8 @@ def test_b10_searches_at_once_have_one_winner():
 @pytest.mark.parametrize("length", [6144, 4097, 8191])
 def test_b12_a_search_is_bounded_and_the_second_run_does_none(length, tmp_path):
     shape = AttentionShape(1, 8, length, 128)
-    full = Space.full(shape, B2)
-    assert full.size > 10**6
-    r = tune(shape, B2, space=full, time_limit=20)
-    assert r.evals < 50_000 < full.size and r.elapsed < 120  # compilation included
-    assert tune(shape, B2, space=full, max_evals=500).evals < 1000
+    r = tune(shape, B2)
+    assert r.complete and r.evals < 5000 < r.space_size
     with use_table(tmp_path / "t.json", on_miss="autotune"):
         assert resolve(shape, B2).source == "auto: tuned"
     with use_table(tmp_path / "t.json", on_miss="error"):
