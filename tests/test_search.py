@@ -552,12 +552,12 @@ def test_an_illegal_row_is_passed_over_with_one_notice(fresh, monkeypatch):
             assert resolve(ARTICLE_SHAPE, small_l1) == found
     monkeypatch.setattr(table_module, "_seen", set())
     near = AttentionShape(4, 32, 4000, 128)  # next best: a row of the same bucket
-    with use_table(table | table_of(small_l1, near, TileConfig(128, 128))), pytest.warns(TileTableWarning):
-        assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(128, 128), "auto: bucket")
+    with use_table(table | table_of(small_l1, near, TileConfig(80, 320, 1, 3))), pytest.warns(TileTableWarning):
+        assert resolve(ARTICLE_SHAPE, small_l1) == auto.Resolved(TileConfig(80, 320, 1, 3), "auto: bucket")
 
 
-def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default(fresh):
-    near, good, bad = AttentionShape(4, 32, 4000, 128), TileConfig(128, 256), TileConfig(16, 16)
+def test_exact_rows_come_first_and_bucket_rows_must_beat_the_model(fresh):
+    near, good, bad = AttentionShape(4, 32, 4000, 128), TileConfig(160, 384, 1, 3), TileConfig(128, 256)
     with use_table(table_of(B2, ARTICLE_SHAPE, good)):
         assert resolve(near, B2) == auto.Resolved(good, "auto: bucket")
         with use_table(table_of(B2, near, bad)):
@@ -566,26 +566,28 @@ def test_exact_rows_come_first_and_bucket_rows_must_beat_the_default(fresh):
     missing = "no row serves q_len=4096 .* on ascend910b2 .*searched: a TileTable: 1 row.*npumodel tune --shape B4,N32"
     with use_table(table_of(B2, near, bad)), pytest.warns(TileTableWarning, match=missing) as told:
         assert resolve(ARTICLE_SHAPE, B2).source == resolve(ARTICLE_SHAPE, B2).source == "auto: model"
-    with use_table(table_of(B2, near, TileConfig(16, 32))):
+    with use_table(table_of(B2, near, TileConfig(128, 192))):
         assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"  # silently
     assert len(told) == 1 and resolve(ARTICLE_SHAPE, B2).source == "auto: model"
 
 
-def test_nearest_rows_come_last_and_must_beat_the_default(fresh):
-    far, farther, good, bad = AttentionShape(4, 32, 2000, 128), AttentionShape(4, 32, 64, 128), (128, 256), (16, 16)
-    with use_table(table_of(B2, far, TileConfig(*good))):
-        assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(*good), "auto: nearest")
-        with use_table(table_of(B2, farther, TileConfig(128, 192))):  # of all tables the nearest
-            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(*good), "auto: nearest")
-        with use_table(table_of(B2, AttentionShape(4, 32, 4000, 128), TileConfig(128, 192))):
-            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(TileConfig(128, 192), "auto: bucket")
+def test_nearest_rows_come_last_and_must_beat_the_model(fresh):
+    far, farther = AttentionShape(4, 32, 2000, 128), AttentionShape(4, 32, 64, 128)
+    good, also, bad = TileConfig(160, 384, 1, 3), TileConfig(128, 384, 1, 3), TileConfig(128, 256)
+    with use_table(table_of(B2, far, good)):
+        assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(good, "auto: nearest")
+        with use_table(table_of(B2, farther, also)):  # of all tables the nearest
+            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(good, "auto: nearest")
+        with use_table(table_of(B2, AttentionShape(4, 32, 4000, 128), also)):
+            assert resolve(ARTICLE_SHAPE, B2) == auto.Resolved(also, "auto: bucket")
         for other in ({"head_dim": 64}, {"dtype": "bfloat16"}, {"causal": True}):
             with pytest.warns(TileTableWarning, match="no row serves"):
                 assert resolve(dataclasses.replace(ARTICLE_SHAPE, **other), B2).source == "auto: model"
-        short = dataclasses.replace(ARTICLE_SHAPE, kv_len=100)
-        tile = resolve(short, B2).tile
-        assert tile.block_kv <= 112 and not cost.illegal(short, B2, tile)
-    with use_table(table_of(B2, far, TileConfig(*bad))), pytest.warns(TileTableWarning, match="no row serves"):
+    short, shorter = (dataclasses.replace(ARTICLE_SHAPE, kv_len=n) for n in (20, 7))
+    tile = auto.by_model([short], B2)[0].tile
+    with use_table(table_of(B2, shorter, tile.replace(block_kv=512))):  # cut to the call
+        assert tile.block_kv == 32 and resolve(short, B2) == auto.Resolved(tile, "auto: nearest")
+    with use_table(table_of(B2, far, bad)), pytest.warns(TileTableWarning, match="no row serves"):
         assert resolve(ARTICLE_SHAPE, B2).source == "auto: model"
 
 
@@ -651,7 +653,7 @@ def test_many_lengths_are_one_search_a_bucket(searches):
 
 
 def test_a_bucket_whose_row_loses_is_not_searched_again(searches, monkeypatch):
-    monkeypatch.setattr(auto, "_beats_default", lambda *_: False)
+    monkeypatch.setattr(auto, "_beats_the_model", lambda *_: False)
     with use_table(TileTable(), on_miss="autotune"):
         sources = [resolve(dataclasses.replace(SMALL, q_len=1000 - n), B2).source for n in range(3)]
     assert sources == ["auto: tuned", "auto: model", "auto: model"] and len(searches) == 1

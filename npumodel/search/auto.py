@@ -8,7 +8,7 @@
 5. "auto", rows of the same power-of-two bucket: tables in order, nearest row first.         "auto: bucket"
 6. "auto", the nearest rows of other sizes (all other fields of the key equal), of all       "auto: nearest"
    tables, at most 8.
-   5 and 6: not used when the model says that the default tile is faster.
+   5 and 6: not used when the model says that what it would choose itself (8) is faster.
    4 to 6: blocks are cut to the lengths and the tile is checked against the spec in use; a row that does not fit is
    passed over, with a notice.
 7. On a miss, as the innermost `use_table` says (on_miss), "autotune": a search now, for     "auto: tuned"
@@ -200,7 +200,7 @@ def look_up(shape: AttentionShape, device: DeviceSpec, tables: Sequence[TileTabl
         tile = fitted(row.tile, shape)
         if not legal([shape], stacked([tile]), device)[0]:
             _notice(row, tile, shape, device)
-        elif row.source == "exact" or _beats_default(tile, shape, device):
+        elif row.source == "exact" or _beats_the_model(tile, shape, device):
             return dataclasses.replace(row, tile=tile)
     return None
 
@@ -221,9 +221,9 @@ def _notice(row: Found, tile: TileConfig, shape: AttentionShape, device: DeviceS
     warn_once(call_of(shape, device), what)
 
 
-def _beats_default(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> bool:
-    default = shrunk([shape], device, [DEFAULT])[0]
-    ours, other = seconds_of(shape, (tile, default), device)
+def _beats_the_model(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> bool:
+    """Whether a tile found for another call is at least as fast as what the model chooses without tables."""
+    ours, other = seconds_of(shape, (tile, by_model([shape], device)[0].tile), device)
     return ours <= other
 
 
