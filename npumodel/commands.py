@@ -163,6 +163,8 @@ def tune(
         print(result)
         saved = result.table(explain=True, command=shlex.join(texts)).save(out)  # at once: an interrupt loses nothing
         print(f"saved in {out} ({len(saved)} row(s) in all)")
+        if result.interrupted:
+            return 130
     print(f'tile_level="auto" reads it with NPUMODEL_TABLE_PATH={out}')
     return 0
 

@@ -73,7 +73,8 @@ def test_a_space_can_be_restricted():
     here = here.restrict(fusion="partly")
     assert here.block_q == (64, 128) and here.block_kv == (16, 32, 48) and here.cores == (3, 5)
     assert here.fusion == ("partly",) and here.lookahead == (0, 1, 2, 3)
-    for axes in ({"depth": [1]}, {"block_q": []}, {"block_q": [16, 16]}, {"buffers": [9]}, {"fusion": ["half"]}):
+    bad: list[dict] = [{"depth": [1]}, {"block_q": []}, {"block_q": [16, 16]}, {"buffers": [9]}, {"fusion": ["half"]}]
+    for axes in (*bad, {"block_kv": [64.5]}, {"cores": ["a"]}):
         with pytest.raises(ValueError, match="expected .*got"):
             here.restrict(**axes)
 
@@ -306,6 +307,16 @@ def test_many_calls_together_get_what_each_gets_alone():
         assert (one.runner_up, one.auto, one.rejected) == (alone.runner_up, alone.auto, alone.rejected)
 
 
+@pytest.mark.slow
+def test_calls_with_lengths_beside_others():
+    shapes = [AttentionShape(2, 8, 1024, 64, causal=True, kv_lengths=(512, 1024), q_lengths=(512, 1024)), SMALL]
+    shapes += [dataclasses.replace(SMALL, window=(100, 0)), dataclasses.replace(shapes[0], causal=False)]
+    for order in (shapes, shapes[::-1]):
+        for shape, one in zip(order, tune(order, B2, max_evals=300), strict=True):
+            alone = tune(shape, B2, max_evals=300)
+            assert (one.shape, one.tile, one.seconds) == (shape, alone.tile, alone.seconds)
+
+
 def test_a_result_serves_as_a_table(tuned):
     r = tuned[0]
     with r as opened:
@@ -431,10 +442,11 @@ def test_ctrl_c_keeps_what_was_found(strategy):
             raise KeyboardInterrupt
 
     r = tune(SMALL, B2, strategy=strategy, progress=interrupt_later)
-    assert r.complete == (len(calls) < 2) and r.evals == calls[-1] and r.seconds <= r.default.seconds
+    assert r.complete == (len(calls) < 2) != r.interrupted and ("interrupted" in str(r)) == r.interrupted
+    assert r.evals == calls[-1] and r.seconds <= r.default.seconds
 
 
-@pytest.mark.parametrize("options", [{"strategy": "magic"}, {"max_evals": 0}, {"time_limit": -1.0}])
+@pytest.mark.parametrize("options", [{"strategy": "magic"}, {"max_evals": 0}, {"time_limit": -1.0}, {"max_evals": "9"}])
 def test_bad_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
         tune(SMALL, B2, **options)

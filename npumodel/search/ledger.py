@@ -196,7 +196,7 @@ def _together(requests: Sequence[tuple[Ledger, np.ndarray]], ask: Callable) -> l
     groups: dict[Any, list[tuple[int, np.ndarray, TileConfig]]] = {}
     for i, (ledger, points) in enumerate(requests):
         shape = ledger.shape
-        call = (id(ledger.device), shape.dtype, shape.mask is None, shape.backward, len(shape.groups) > 1 and i)
+        call = (id(ledger.device), shape.dtype, shape.mask is None, shape.backward, i if shape.has_lengths else None)
         for here, tiles in ledger.space.by_kind(points):
             groups.setdefault((call, *(getattr(tiles, name) for name in KINDS)), []).append((i, here, tiles))
     found: list[Any] = [None] * len(requests)

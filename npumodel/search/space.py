@@ -132,12 +132,14 @@ class Space:
         found: dict[str, tuple] = {}
         for name, values in axes.items():
             if name not in KNOBS:
-                raise ValueError(f"restrict: expected knobs out of {', '.join(KNOBS)}, got {name!r}")
+                raise ValueError(f"space: expected knobs out of {', '.join(KNOBS)}, got {name!r}")
             single = isinstance(values, str) or not isinstance(values, Iterable)
             found[name] = (values,) if single else tuple(np.asarray(list(values)).tolist())
             if not found[name] or len(set(found[name])) != len(found[name]):
-                raise ValueError(f"restrict: expected distinct values of {name}, at least one, got {values!r}")
+                raise ValueError(f"space: expected distinct values of {name}, at least one, got {values!r}")
             for value in found[name]:
+                if name in NUMBERS and type(value) is not int:
+                    raise ValueError(f"space: expected integers for {name}, got {value!r}")
                 TileConfig(**{"block_q": 16, "block_kv": 16, name: value})
         return dataclasses.replace(self, **found)
 

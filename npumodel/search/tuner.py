@@ -56,7 +56,7 @@ class TuneResult:
     strategy        the one that was used: a space smaller than a descent is priced whole
     history         path of the descent (None without one)
     optimum         the exhaustive optimum, when it was asked for
-    complete        False: the budget ended the search early
+    complete        False: the budget or Ctrl-C ended the search early; interrupted: it was Ctrl-C
     """
 
     shape: AttentionShape
@@ -77,6 +77,7 @@ class TuneResult:
     complete: bool
     history: gradient.Path | None = dataclasses.field(default=None, repr=False, compare=False)
     optimum: Priced | None = None
+    interrupted: bool = False
     _open: list = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -129,7 +130,8 @@ class TuneResult:
             lines.append(f"  {name:<14}  {tile.label:<{width}}  {seconds * 1e3:>10.4f} ms  {gain:5.2f}x")
         notes = [] if self.gap is None else [f"gap to the exhaustive optimum {self.gap * 100:.2f} %"]
         notes += [f"{self.evals:,} evaluations ({self.space_size:,} points)", f"{self.elapsed:.2f} s"]
-        notes += [] if self.complete else ["not finished: the budget ran out"]
+        why = "interrupted" if self.interrupted else "the budget ran out"
+        notes += [] if self.complete else [f"not finished: {why}"]
         sentence = too_large(self.shape, self.device)
         large = [f"  warning: {sentence}"] if sentence else []
         return "\n".join([*lines, "  " + ", ".join(notes), *large])
@@ -208,8 +210,9 @@ def tune(shape, device, **options):
     Several calls share what there is: the points of all are sharded over the devices of the process (`jax.devices()`),
     and the calls over the processes of `jax.distributed`, each of which returns all results.
 
-    A budget that runs out gives the best tile so far, `complete=False`; so does Ctrl-C, once something is priced. What
-    "auto" chooses from is always priced, as far as it is in the space.
+    A budget that runs out gives the best tile so far, `complete=False`; so does Ctrl-C, once something is priced; of a
+    long list the calls that were not begun then have no result. What "auto" chooses from (some 30 to 100 tiles) is
+    always priced, whatever the budget, as far as it is in the space.
     Raises ValueError for an unknown strategy or a bad budget, when no tile is legal (the buffer, bytes needed and
     available), and when the device does not multiply the dtype.
     """
@@ -220,8 +223,12 @@ def tune(shape, device, **options):
 
 
 def _in_waves(shapes: Sequence[AttentionShape], device: DeviceSpec, **options) -> list[TuneResult]:
-    waves = [shapes[i : i + _WAVE] for i in range(0, len(shapes), _WAVE)]
-    return [result for wave in waves for result in _tune(wave, device, **options)]
+    results: list[TuneResult] = []
+    for i in range(0, len(shapes), _WAVE):
+        results += _tune(shapes[i : i + _WAVE], device, **options)
+        if results[-1].interrupted:
+            break
+    return results
 
 
 def _over_processes(
@@ -266,17 +273,17 @@ def _tune(
     plans = [np.array([task.space.point(tile) for tile in task.plans if tile in task.space], int) for task in tasks]
     price_all([*zip(ledgers, plans, strict=True)], always=True)
     started = [STRATEGIES[t.strategy](ledger, seed, t.anchors) for t, ledger in zip(tasks, ledgers, strict=True)]
+    interrupted = False
     try:
         histories = run([*zip(ledgers, started, strict=True)])
     except KeyboardInterrupt:
         if not all(len(ledger.best(1)) for ledger in ledgers):
             raise
-        histories = [None] * len(tasks)
-        for ledger in ledgers:
-            ledger.complete = False
+        histories, interrupted = [None] * len(tasks), True
     elapsed = (time.perf_counter() - begin) / len(shapes)
     found = zip(tasks, ledgers, histories, strict=True)
-    return [_result(task, ledger, history, seed, elapsed, exhaustive) for task, ledger, history in found]
+    seen = {"seed": seed, "elapsed": elapsed, "interrupted": interrupted}
+    return [_result(task, ledger, history, exhaustive and not interrupted, **seen) for task, ledger, history in found]
 
 
 class _Task:
@@ -294,7 +301,8 @@ def _named(shapes: Sequence[AttentionShape], device: DeviceSpec) -> tuple[list[P
     """(default, rule of thumb, what auto takes without a table) of each call, priced; alike calls together."""
     alike: dict[Any, list[int]] = {}
     for i, shape in enumerate(shapes):
-        alike.setdefault((shape.dtype, shape.mask, shape.backward, len(shape.groups) > 1 and i), []).append(i)
+        kind = (shape.dtype, shape.mask is None, shape.backward, i if shape.has_lengths else None)
+        alike.setdefault(kind, []).append(i)
     found: tuple[list[Any], ...] = tuple([None] * len(shapes) for _ in range(3))
     for places in alike.values():
         some = [shapes[i] for i in places]
@@ -320,13 +328,14 @@ def _report_to(progress: Progress, ledgers: Sequence[Ledger]):
 
 
 def _result(
-    task: _Task, ledger: Ledger, history: gradient.Path | None, seed: int, elapsed: float, exhaustive: bool
+    task: _Task, ledger: Ledger, history: gradient.Path | None, exhaustive: bool, *, interrupted: bool, **seen
 ) -> TuneResult:
     near = [ledger.priced(point) for point in ledger.best(_NEAR)]
     if not near:
         raise ValueError(_nothing(ledger))
     best, *others = near
-    whole = task.strategy == "exhaustive" and ledger.complete
+    complete = ledger.complete and not interrupted
+    whole = task.strategy == "exhaustive" and complete
     return TuneResult(
         task.shape,
         ledger.device,
@@ -339,12 +348,12 @@ def _result(
         evals=ledger.evals,
         space_size=task.space.size,
         rejected=ledger.rejected,
-        elapsed=elapsed,
         strategy=task.strategy,
-        seed=seed,
-        complete=ledger.complete,
+        complete=complete,
+        interrupted=interrupted,
         history=history,
         optimum=best if whole else _optimum(ledger) if exhaustive else None,
+        **seen,
     )
 
 
@@ -352,7 +361,8 @@ def _check(strategy, max_evals, time_limit):
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
     for name, value in (("max_evals", max_evals), ("time_limit", time_limit)):
-        if value is not None and not value > 0:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if value is not None and not good:
             raise ValueError(f"{name}: expected a number > 0 or None, got {value!r}")
 
 
