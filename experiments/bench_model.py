@@ -150,9 +150,9 @@ def shapes(mask: str, count: int, dtype: str = "float16", seed: int = 0) -> list
 
 def tiles(shape: npu.AttentionShape, device: npu.DeviceSpec, count: int) -> npu.TileConfig:
     """Random legal tiles of a call [count]."""
-    whole = space.Space.of(shape)
+    whole = space.Space.of(shape, device)
     random = np.random.default_rng(1)
-    points = random.integers(0, whole.size, max(256, count))
+    points = random.integers(0, whole.size, max(4096, count))
     points = points[space.legal([shape], whole.at(points), device)]
     return whole.at(random.choice(points, count))
 
@@ -170,8 +170,8 @@ def batch(device: npu.DeviceSpec, mask: str, n: int) -> Batch:
     each = min(n, 32)
     calls = shapes(mask, n // each)
     mine = [tiles(call, device, each) for call in calls]
-    columns: dict[str, Any] = {name: np.concatenate([getattr(tile, name) for tile in mine]) for name in space.KNOBS}
-    tile = npu.TileConfig(**columns, heads_packed=np.ones(n), split_kv=np.ones(n))
+    columns: dict[str, Any] = {name: np.concatenate([getattr(tile, name) for tile in mine]) for name in space.NUMBERS}
+    tile = npu.TileConfig(**columns)
     problems = [jax.tree.map(np.float32, space.Problem.of(call)) for call in calls for _ in range(each)]
     problem = jax.tree.map(lambda *xs: np.stack(xs), *problems)
     return Batch(space.chip(device, "float16"), problem, jax.tree.map(np.float32, tile))
@@ -415,7 +415,7 @@ def compilations(arch: str, calls: int) -> Compiled:
         mask, device = MASKS[number % 2], devices[number % len(devices)]
         dtypes = [dtype for dtype in ("float16", "bfloat16") if dtype in device.macs_per_cycle]
         (shape,) = shapes(mask, 1, dtypes[number % len(dtypes)], seed=number)
-        whole = space.Space.of(shape)
+        whole = space.Space.of(shape, device)
         space.exact_seconds([shape], whole.at([number % whole.size]), device)
     return Compiled(arch, calls, jitted._cache_size())
 
