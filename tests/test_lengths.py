@@ -303,7 +303,7 @@ def test_tune_prices_the_sum_of_the_groups():
     best = npu.tune(shape, CHIP, exhaustive=True)
     assert best.seconds == pytest.approx(estimate(shape, CHIP, best.tile).seconds, rel=1e-5)
     assert best.seconds <= min(best.default.seconds, best.rule.seconds, best.auto.seconds)
-    assert best.strategy == "gradient" and best.gap < 0.01
+    assert best.strategy == "coordinate" and best.gap < 0.01
     permuted = shape_of([64, 4096, 0, 512, 64], kv_len=8192, q_heads=8)
     with npu.use_table(best.table()):
         assert npu.estimate(permuted, CHIP).tile == best.tile
