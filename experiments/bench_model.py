@@ -87,10 +87,12 @@ class Compiled(NamedTuple):
 
 def main():
     options = _options()
-    header = [_setting(), "", f"`{shlex.join(['python', *sys.argv])}`", ""]
+    there = bool(util.find_spec("zigzag"))
+    left_out = [] if there else ["Not installed, left out: ZigZag (pip install zigzag-dse six).", ""]
+    header = [setting(*["zigzag-dse"] * there), "", *left_out, f"`{shlex.join(['python', *sys.argv])}`", ""]
     names = DEVICES[:1] if options.quick else DEVICES
     found = [entry for name in names for entry in entries(name, options.quick)]
-    found += [zigzag(name, options.quick) for name in ZIGZAG] if util.find_spec("zigzag") else []
+    found += [zigzag(name, options.quick) for name in ZIGZAG] if there else []
     rows = measure(found, 2 if options.quick else options.repeats)
     rows += [Row(COLD, name, TUNED, cold_tune(name)) for name in names]
     counts = [compilations(npu.device(name).arch, 5 if options.quick else 1000) for name in names]
@@ -116,14 +118,12 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _setting() -> str:
-    """Versions and machine; then what is left out."""
-    there = bool(util.find_spec("zigzag"))
-    found = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", "numpy", *["zigzag-dse"] * there)]
+def setting(*packages: str) -> str:
+    """Versions, also of these packages, and machine."""
+    found = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", "numpy", *packages)]
     load = f"load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else "load unknown"
     line = f"Python {platform.python_version()}, npumodel {npu.__version__}, {', '.join(found)}; "
-    line += f"{cores()} CPUs, {_cpu()}, {load}."
-    return line if there else f"{line}\n\nNot installed, left out: ZigZag (pip install zigzag-dse six)."
+    return line + f"{cores()} CPUs, {_cpu()}, {load}."
 
 
 # What is priced ------------------------------------------------------------------------------------------------------

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bench_model import DEVICES, _setting
+from bench_model import DEVICES, setting
 
 import npumodel as npu
-from npumodel.search import strategies
-from npumodel.search.auto import candidates
 from npumodel.search.ledger import Ledger, run
-from npumodel.search.rules import default_tile, rule_tile
+from npumodel.search.plans import priced
 from npumodel.search.space import Space
+from npumodel.search.strategies import BASELINES, STRATEGIES
 
 #: What the coordinate search must reach: gap at the median, the 95th percentile and the worst; share of evaluations.
 BARS = {"median": 0.0, "p95": 0.01, "worst": 0.05, "evaluations": 0.02}
@@ -51,17 +50,17 @@ class Case(NamedTuple):
 
 def main():
     options = _options()
-    header = [_setting(), "", f"`{shlex.join(['python', *sys.argv])}`", ""]
-    names = [n for n in strategies.STRATEGIES if n not in ("exhaustive", *["gradient"] * options.quick)]
+    header = [setting(), "", f"`{shlex.join(['python', *sys.argv])}`", ""]
+    names = [n for n in STRATEGIES if n not in ("exhaustive", *["gradient"] * options.quick)]
     count = 1 if options.quick else options.shapes
-    sizes, found, wide = [], {name: [] for name in names}, []
+    sizes, found, wide = [], {name: [] for name in (*names, *BASELINES)}, []
     for device in DEVICES:
         for number, case in enumerate(drawn(device, count)):
             sizes.append(case.space.size)
-            for name in names:
+            for name in found:
                 found[name].append(gap(name, case))
             if number < max(1, count // 10):
-                wide.append(wide_gaps(case.shape, case.device, [n for n in names if n not in ("rule", "cann")]))
+                wide.append(wide_gaps(case.shape, case.device, names))
             print(f"\r{device}: {number + 1} of {count} calls", end="", file=sys.stderr)
         print(file=sys.stderr)
     lines = [*part_1(sizes, found), ""]
@@ -135,12 +134,13 @@ def gap(name: str, case: Case) -> tuple[float, float]:
 
 
 def search(name: str, ledger: Ledger, seed: int = 0):
-    """A strategy from the tiles that auto chooses from, as `tune` runs it."""
-    named = default_tile(ledger.shape, ledger.device), rule_tile(ledger.shape, ledger.device)
-    if name not in ("rule", "cann"):
-        plans = [tile for tile in candidates(ledger.shape, ledger.device, *named) if tile in ledger.space]
-        ledger.price(np.array([ledger.space.point(tile) for tile in plans], np.int64), always=True)
-    run([(ledger, strategies.STRATEGIES[name](ledger, seed, named))])
+    """A strategy from the tiles that auto chooses from, as `tune` runs it; or a baseline alone."""
+    if name in BASELINES:
+        run([(ledger, BASELINES[name](ledger, seed, ()))])
+        return
+    (plans,) = priced([ledger.shape], ledger.device)
+    ledger.begin(plans)
+    run([(ledger, STRATEGIES[name](ledger, seed, (plans.default, plans.rule)))])
 
 
 def part_1(sizes: list[int], found: dict[str, list[tuple[float, float]]]) -> list[str]:

@@ -110,6 +110,10 @@ class TileConfig:
         )
 
 
+#: Every knob, and what it is where nothing is said (block_q, block_kv: nothing).
+TILE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TileConfig)}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MatmulTile:

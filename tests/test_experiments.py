@@ -10,13 +10,18 @@ import pytest
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
-@pytest.mark.slow
-def test_bench_attention(tmp_path):
-    file = tmp_path / "bench.json"
-    command = [sys.executable, EXPERIMENTS / "bench_attention.py", "--quick", "--json", file]
+def quick(script, folder):
+    """What a benchmark writes at its smallest."""
+    file = folder / "bench.json"
+    command = [sys.executable, EXPERIMENTS / script, "--quick", "--json", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(file.read_text())["rows"]
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_bench_attention(tmp_path):
+    rows = quick("bench_attention.py", tmp_path)["rows"]
     assert {row["case"]["name"] for row in rows} == {"main", "gqa", "window", "decode"}
     assert {"npumodel", "naive jnp", "jax.nn"} <= {row["name"] for row in rows}
     assert all(row["error"] < 1e-4 for row in rows), rows
@@ -24,11 +29,7 @@ def test_bench_attention(tmp_path):
 
 @pytest.mark.slow
 def test_bench_model(tmp_path):
-    file = tmp_path / "bench.json"
-    command = [sys.executable, EXPERIMENTS / "bench_model.py", "--quick", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(file.read_text())
+    found = quick("bench_model.py", tmp_path)
     kinds = {row["what"] for row in found["rows"]}
     assert kinds == {"evaluations/s", "cost + gradient/s", "tune, warm", "tune, cold process"}
     assert all(row["value"] > 0 for row in found["rows"]), found
@@ -37,11 +38,7 @@ def test_bench_model(tmp_path):
 
 @pytest.mark.slow
 def test_bench_search(tmp_path):
-    file = tmp_path / "bench.json"
-    command = [sys.executable, EXPERIMENTS / "bench_search.py", "--quick", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(file.read_text())
+    found = quick("bench_search.py", tmp_path)
     assert {"coordinate", "annealing", "evolution", "random", "rule", "cann"} == set(found["gaps"])
     pairs = [pair for pairs in found["gaps"].values() for pair in pairs]
     assert len(pairs) == 3 * 6 and all(gap >= 0 and share <= 0.02 for gap, share in pairs)

@@ -30,34 +30,11 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from npumodel.hardware import HOST, DeviceSpec
 from npumodel.model.estimate import misfits
-from npumodel.search.rules import (
-    DEFAULT,
-    POLICIES,
-    does_not_fit,
-    explicit,
-    policy_tile,
-    require_legal,
-    rule_of_thumb,
-    shrunk,
-)
-from npumodel.search.space import (
-    MOST_SPLIT,
-    SPLIT_KEYS,
-    exact_seconds,
-    fits,
-    fitted,
-    legal,
-    longest,
-    needs,
-    padded,
-    possible,
-    seconds_of,
-    stacked,
-)
+from npumodel.search.plans import priced
+from npumodel.search.rules import POLICIES, does_not_fit, explicit, policy_tile, require_legal
+from npumodel.search.space import fitted, legal, seconds_of, stacked
 from npumodel.search.table import (
     SOURCES,
     Found,
@@ -72,18 +49,9 @@ from npumodel.search.table import (
     warn_once,
 )
 from npumodel.search.table_row import key_of, label_of
+from npumodel.search.tuner import tune
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
-
-#: (block_q, block_kv, buffers, lookahead) that the model chooses from, beside the default, the rule and one tile for
-#: the whole call: picked greedily from 847, each time the one that most lowered the mean log of seconds / optimum over
-#: 80 random shapes on four devices (coupled, split, direct, spilling). Their best is 0.7 % above the optimum (median).
-_PLANS = """
-    96x256x1x2  32x192x1x1   128x384x1x2  256x128x1x3  64x192x2x3  512x32x2x3   192x384x2x2  64x64x1x1
-    32x96x1x1   96x192x2x3   192x64x1x3   128x256x1x2  64x512x1x2  16x512x1x0   128x384x1x3  48x256x1x2
-    32x1024x1x2 384x48x2x1   256x512x1x2  256x128x2x2  128x96x2x3  128x48x1x1   96x96x2x3    32x128x1x1
-"""
-_CANDIDATES = tuple(TileConfig(q, kv, b, ahead) for q, kv, b, ahead in (map(int, p.split("x")) for p in _PLANS.split()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +219,6 @@ def _missed(shape: AttentionShape, device: DeviceSpec, else_: str) -> str:
 
 def _tuned(shape: AttentionShape, device: DeviceSpec, file: Path | None) -> Resolved:
     """The tile of a row that was tuned in this process, else of a search now, which is remembered and saved."""
-    from npumodel.search.tuner import tune  # which imports this module
-
     with _tuning:
         learned = _learned.get(file, TileTable())
         if found := look_up(shape, device, [learned]):
@@ -282,50 +248,10 @@ def _save(row: TileTable, file: Path):
 
 
 def by_model(shapes: Sequence[AttentionShape], device: DeviceSpec) -> list[Resolved]:
-    """For each shape the fastest legal tile of a fixed small set, by exact price; all shapes in one batch.
+    """For each shape the fastest legal tile of a fixed small set, by exact price; alike shapes in one batch.
 
-    The shapes have one dtype, a mask all or none, and no lengths if there are several shapes. Ties: fewer bytes of L1,
-    then the earlier in the set. Raises ValueError when nothing is legal, or the device does not multiply the dtype.
+    Ties: fewer bytes of L1, then the earlier in the set. Raises ValueError when nothing is legal, or the device does
+    not multiply the dtype.
     """
-    default = shrunk(shapes, device, [DEFAULT] * len(shapes))
-    rule = shrunk(shapes, device, [rule_of_thumb(shape) for shape in shapes])
-    sets = [candidates(shape, device, *both) for shape, *both in zip(shapes, default, rule, strict=True)]
-    pairs = [(shape, tile) for shape, tiles in zip(shapes, sets, strict=True) for tile in tiles]
-    many, tiles = [shape for shape, _ in pairs], stacked([tile for _, tile in pairs])
-    need = needs(many, tiles, device)
-    seconds = np.full(len(pairs), np.inf)
-    keep = np.flatnonzero(fits(need, device, shapes[0].dtype).all(-1) & possible(many, tiles))
-    seconds[keep] = exact_seconds([many[i] for i in keep], stacked([pairs[i][1] for i in keep]), device)
-    starts = np.cumsum([0, *map(len, sets)])
-    return [_fastest(sets[i], *(x[starts[i] : starts[i + 1]] for x in (seconds, need[:, 0]))) for i in range(len(sets))]
-
-
-def candidates(
-    shape: AttentionShape, device: DeviceSpec, default: TileConfig, rule: TileConfig
-) -> list[TileConfig]:
-    """The default first; distinct, cut to the lengths. Where query heads share a kv head, the plans also with all of
-    them packed; where their tasks leave cores idle, also with the keys split over these."""
-    whole = TileConfig(*map(padded, longest(shape)), buffers=1, lookahead=0)
-    plans = [default, rule, whole, *(fitted(tile, shape) for tile in _CANDIDATES)]
-    return list(dict.fromkeys(plan for tile in plans for plan in _spread(tile, shape, device)))
-
-
-def _spread(tile: TileConfig, shape: AttentionShape, device: DeviceSpec) -> list[TileConfig]:
-    """A plan; also with its heads packed, its keys split, and both."""
-    if shape.backward:
-        return [tile]
-    group = shape.q_heads // shape.kv_heads
-    found = []
-    for packed in dict.fromkeys((1, group)):
-        plan = tile.replace(heads_packed=packed)
-        tasks = sum(one.batch * one.q_heads // packed * -(-one.q_len // tile.block_q) for one in shape.groups)
-        most = min(MOST_SPLIT, longest(shape)[1] // SPLIT_KEYS, int(device.cube_cores) // tasks)
-        found += [plan.replace(split_kv=parts) for parts in dict.fromkeys((1, 2 ** max(0, most.bit_length() - 1)))]
-    return found
-
-
-def _fastest(tiles: Sequence[TileConfig], seconds: np.ndarray, l1_bytes: np.ndarray) -> Resolved:
-    best = int(np.lexsort((np.arange(len(tiles)), l1_bytes, seconds))[0])
-    if not np.isfinite(seconds[best]):
-        return Resolved(tiles[0], "auto: default")
-    return Resolved(tiles[best], "auto: model")
+    found = priced(shapes, device)
+    return [Resolved(plans.chosen, "auto: default" if plans.best is None else "auto: model") for plans in found]

@@ -14,7 +14,6 @@ Triton: prices for its autotuner.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib
 import io
 import json
@@ -29,12 +28,11 @@ from npumodel.search.table import TileTable
 from npumodel.search.table_file import TileTableWarning
 from npumodel.search.table_row import BUCKET, EXACT, MODEL_VERSION, Entry, Header
 from npumodel.search.tuner import TuneResult, TuneResults
-from npumodel.tile import TileConfig
+from npumodel.tile import TILE_DEFAULTS, TileConfig
 
 FORMATS = ("csv", "t4", "triton", "tilelang", "vllm")
-#: Knobs of a tile, in the order of TileConfig, and what each is where nothing is said.
-KNOBS = tuple(field.name for field in dataclasses.fields(TileConfig))
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TileConfig)}
+#: Knobs of a tile, in the order of TileConfig.
+KNOBS = tuple(TILE_DEFAULTS)
 
 #: Columns of the CSV, in this order, whatever the rows; a later version may know more: read them by name.
 COLUMNS = (
@@ -388,7 +386,7 @@ def _renamed(tile: TileConfig, names: Mapping[str, str]) -> dict[str, Any]:
 
 def _unsaid(tile: TileConfig, said: Collection[str]) -> dict[str, Any]:
     """The knobs not in `said` that are not at their default."""
-    return {name: value for name, value in _knobs(tile).items() if name not in said and value != _DEFAULTS[name]}
+    return {name: value for name, value in _knobs(tile).items() if name not in said and value != TILE_DEFAULTS[name]}
 
 
 def _distinct(entries: Iterable[Entry], config) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npumodel.hardware import DeviceSpec
-from npumodel.search.space import BUFFERS, KINDS, NUMBERS, Space, exact_seconds, fits, needs, possible
+from npumodel.search.plans import Plans
+from npumodel.search.space import BUFFERS, KINDS, NUMBERS, Space, alike, exact_seconds, fits, needs, possible
 from npumodel.tile import TileConfig
 from npumodel.workload import AttentionShape
 
@@ -77,10 +78,17 @@ class Ledger:
         """Prices of points that have been looked at."""
         return self.seconds[np.searchsorted(self.points, points)]
 
-    def price(self, points: np.ndarray, always: bool = False) -> bool:
-        """Look at these points, as they come, but for known ones: price them if legal and (unless `always`) in the
-        budget; whether the budget sufficed."""
-        return price_all([(self, points)], always)[0]
+    def begin(self, plans: Plans):
+        """Take over what is priced anyway, whatever the budget, as far as it is in the space."""
+        inside = [i for i, tile in enumerate(plans.tiles) if tile in self.space]
+        points = np.array([self.space.point(plans.tiles[i]) for i in inside], np.int64)
+        self.record(points, plans.seconds[inside], plans.l1[inside])
+        self.spend(int(np.isfinite(plans.seconds[inside]).sum()))
+
+    def price(self, points: np.ndarray) -> bool:
+        """Look at these points, as they come, but for known ones: price them if legal and in the budget; whether the
+        budget sufficed."""
+        return price_all([(self, points)])[0]
 
     def fresh(self, points: np.ndarray) -> np.ndarray:
         """Those of the points that have not been looked at, each once, as they come."""
@@ -147,7 +155,7 @@ def run(searches: Sequence[tuple[Ledger, Search]]) -> list[Any]:
     return results
 
 
-def price_all(requests: Sequence[tuple[Ledger, np.ndarray]], always: bool = False) -> list[bool]:
+def price_all(requests: Sequence[tuple[Ledger, np.ndarray]]) -> list[bool]:
     """Ledger.price of several ledgers at once, in as few compiled calls as possible."""
     todo = []
     for ledger, points in requests:
@@ -165,7 +173,7 @@ def price_all(requests: Sequence[tuple[Ledger, np.ndarray]], always: bool = Fals
         counts = []
         for i, (ledger, points) in enumerate(todo):
             look = min(LOOK, len(points)) if ledger.looks_up else len(points)
-            counts.append(int(look if always else min(look, ledger.left())))
+            counts.append(int(min(look, ledger.left())))
             if len(points) and not counts[i]:
                 ledger.complete = going[i] = False
                 todo[i] = (ledger, points[:0])
@@ -195,9 +203,8 @@ def _together(requests: Sequence[tuple[Ledger, np.ndarray]], ask: Callable) -> l
     and one kind of call; the answers by request."""
     groups: dict[Any, list[tuple[int, np.ndarray, TileConfig]]] = {}
     for i, (ledger, points) in enumerate(requests):
-        shape = ledger.shape
-        call = (id(ledger.device), shape.dtype, shape.mask is None, shape.backward, i if shape.has_lengths else None)
         for here, tiles in ledger.space.by_kind(points):
+            call = (id(ledger.device), alike(ledger.shape))
             groups.setdefault((call, *(getattr(tiles, name) for name in KINDS)), []).append((i, here, tiles))
     found: list[Any] = [None] * len(requests)
     for parts in groups.values():

@@ -23,7 +23,7 @@ from typing import Any
 from npumodel import hardware
 from npumodel.hardware import DeviceSpec
 from npumodel.search.export import triton_names
-from npumodel.search.space import KINDS, exact_seconds, legal, stacked
+from npumodel.search.space import seconds_of
 from npumodel.tile import TileConfig
 from npumodel.workload import DTYPE_BYTES, MASK_KINDS, AttentionShape
 
@@ -143,18 +143,8 @@ class PerfModel:
         return times
 
     def _prices(self, shape: AttentionShape, tiles: Sequence[TileConfig]) -> list[float]:
-        """Milliseconds of each tile, infinite where it is not legal; each kind of plan in one batch."""
-        times, kinds = [math.inf] * len(tiles), {}
-        for i, tile in enumerate(tiles):
-            kinds.setdefault(tuple(getattr(tile, name) for name in KINDS), []).append(i)
-        for here in kinds.values():
-            fit = legal([shape], stacked([tiles[i] for i in here]), self.device)
-            good = [i for i, fits in zip(here, fit.tolist(), strict=True) if fits]
-            if good:
-                seconds = exact_seconds([shape], stacked([tiles[i] for i in good]), self.device)
-                for i, second in zip(good, seconds.tolist(), strict=True):
-                    times[i] = second * 1e3
-        return times
+        """Milliseconds of each tile, infinite where it is not legal."""
+        return [seconds * 1e3 for seconds in seconds_of(shape, tiles, self.device)]
 
 
 def _unpruned(configs: Sequence[Any], why: str) -> list[Any]:

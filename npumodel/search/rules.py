@@ -17,7 +17,7 @@ import numpy as np
 from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import illegal
 from npumodel.model.tiling import FRACTAL
-from npumodel.search.space import SPLIT_KEYS, fitted, legal, padded, stacked
+from npumodel.search.space import NUMBERS, SPLIT_KEYS, fitted, legal, padded, stacked
 from npumodel.tile import CORE_ORDERS, FUSIONS, TileConfig
 from npumodel.workload import AttentionShape
 
@@ -56,7 +56,7 @@ def explicit(level: Any, shape: AttentionShape) -> tuple[TileConfig, str]:
 
 
 def _checked(tile: TileConfig) -> TileConfig:
-    for name in ("block_q", "block_kv", "buffers", "lookahead", "heads_packed", "split_kv", "kv_pieces", "cores"):
+    for name in NUMBERS:
         value = getattr(tile, name)
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise ValueError(f"tile_level.{name}: expected an integer, got {value!r}; give plain integers")
@@ -137,8 +137,8 @@ def rule_of_thumb(shape: AttentionShape) -> TileConfig:
 
 
 def vendor_rule(shape: AttentionShape, device: DeviceSpec) -> TileConfig:
-    """What the vendor's kernels do, as tiles of this model (ops-transformer's FlashAttentionScore and
-    IncreFlashAttention; shared notes on CANN, sections 2.1 and 2.3):
+    """What the vendor's kernels do, as tiles of this model (design documents and tiling of ops-transformer's
+    FlashAttentionScore and IncreFlashAttention):
 
       q_len 1..16       heads of a kv head packed, 512 keys a step; keys split over idle cores where batch * kv_heads is
                         less than 0.4 of the cores

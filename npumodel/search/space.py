@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -322,7 +322,7 @@ def needs(
     """Bytes that each tile [n] needs in each of BUFFERS: [n, 6], the largest over the kernels of the call. HBM: 0 where
     the tensors of the call do not fit, whatever the tile; such a call is priced as if they did.
 
-    shapes: one for all tiles, or one per tile; else which [n]: the number of each tile's. All with a mask or none.
+    shapes: one for all tiles, or one per tile; else which [n]: the number of each tile's. All of them `alike`.
     """
     c = chip(device, shapes[0].dtype)
     run = functools.partial(_needs, c.d, masked=_masked(shapes))
@@ -333,11 +333,6 @@ def needs(
 def fits(need: np.ndarray, device: DeviceSpec, dtype: str) -> np.ndarray:
     """Whether the bytes needed [n, 6] are there: [n, 6]. L1 always fits where the device lets it spill."""
     return need <= chip(device, dtype).available[None]
-
-
-def rejected(fit: np.ndarray) -> dict[str, int]:
-    """How many of the tiles each buffer refuses, for `fits` [n, 6]; a tile may be refused by several."""
-    return {name: int(n) for name, n in zip(BUFFERS, (~fit).sum(0), strict=True) if n}
 
 
 def legal(shapes: Sequence[AttentionShape], tiles: TileConfig, device: DeviceSpec) -> np.ndarray:
@@ -387,8 +382,21 @@ def exact_seconds(
 
 
 def seconds_of(shape: AttentionShape, tiles: Sequence[TileConfig], device: DeviceSpec) -> list[float]:
-    """Exact price of plain tiles of any kinds, in seconds."""
-    return [float(exact_seconds([shape], stacked([tile]), device)[0]) for tile in tiles]
+    """Exact price of plain tiles of any kinds, in seconds; infinite where one is not legal. Each kind in one batch."""
+    seconds = np.full(len(tiles), np.inf)
+    kinds: dict[Any, list[int]] = {}
+    for i, tile in enumerate(tiles):
+        kinds.setdefault(tuple(getattr(tile, name) for name in KINDS), []).append(i)
+    for places in kinds.values():
+        here = np.array(places)[legal([shape], stacked([tiles[i] for i in places]), device)]
+        if len(here):
+            seconds[here] = exact_seconds([shape], stacked([tiles[i] for i in here.tolist()]), device)
+    return seconds.tolist()
+
+
+def alike(shape: AttentionShape) -> Hashable:
+    """The same for calls whose tiles may be priced in one batch, on one device."""
+    return (shape.dtype, shape.mask is None, shape.backward, shape if shape.has_lengths else None)
 
 
 def _masked(shapes: Sequence[AttentionShape]) -> bool:

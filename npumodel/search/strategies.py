@@ -36,7 +36,7 @@ def by_gradient(ledger: Ledger, seed: int, anchors: Sequence[TileConfig]) -> Sea
     per_step = gradient.GRADIENT_EVALS * gradient.STARTS
     ledger.expected = gradient.STEPS * per_step + SCATTERED + LOOK
     yield ledger.space.sample(SCATTERED, seed)
-    steps = int(min(gradient.STEPS, ledger.left() // (3 * per_step)))
+    steps = int(min(gradient.STEPS, ledger.left() / (3 * per_step)))
     ledger.complete &= steps == gradient.STEPS
     done = 0
 
@@ -200,6 +200,6 @@ STRATEGIES: dict[str, Callable[[Ledger, int, Sequence[TileConfig]], Search]] = {
     "evolution": by_evolution,
     "random": at_random,
     "exhaustive": exhaustive,
-    "rule": by_rule,
-    "cann": by_vendor,
 }
+#: What a search is compared with: no searches, and tiles that are policies of their own ("rules.POLICIES").
+BASELINES: dict[str, Callable[[Ledger, int, Sequence[TileConfig]], Search]] = {"rule": by_rule, "cann": by_vendor}

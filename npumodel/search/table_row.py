@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from npumodel.hardware.spec import DeviceSpec
-from npumodel.tile import TileConfig
+from npumodel.tile import TILE_DEFAULTS, TileConfig
 from npumodel.workload import AttentionShape
 
 #: Version of the performance model. Raise it when the same plan gets another price: rows of another one are stale.
@@ -43,9 +43,7 @@ BUCKET = ("q_len", "kv_len", "batch_heads")
 
 #: Knobs of a config: those that every row has, and those that it has where they are not at their default.
 _ALWAYS = ("block_q", "block_kv", "buffers", "lookahead", "fusion")
-_KNOBS = tuple(field.name for field in dataclasses.fields(TileConfig))
-_NUMBERS = tuple(name for name in _KNOBS if name not in ("fusion", "core_order", "persistent"))
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TileConfig)}
+_NUMBERS = tuple(name for name in TILE_DEFAULTS if name not in ("fusion", "core_order", "persistent"))
 _FIELDS = ("predicted_us", "default_us", "rule_us", "runner_up_us", "dma_wait_us", "bound", "evals", "complete")
 
 
@@ -246,8 +244,8 @@ class Entry:
     def to_row(self) -> dict[str, Any]:
         """The row of the file."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        knobs = {name: getattr(self.tile, name) for name in _KNOBS}
-        config = {name: value for name, value in knobs.items() if name in _ALWAYS or value != _DEFAULTS[name]}
+        knobs = {name: getattr(self.tile, name) for name in TILE_DEFAULTS}
+        config = {name: value for name, value in knobs.items() if name in _ALWAYS or value != TILE_DEFAULTS[name]}
         return {**self.extra, "key": self.key, "config": config, **fields}
 
     @property
@@ -300,7 +298,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _config_problems(config: Mapping[str, Any]) -> list[str]:
-    if unknown := sorted(set(config) - set(_KNOBS)):
+    if unknown := sorted(set(config) - set(TILE_DEFAULTS)):
         return [f"config: {', '.join(unknown)} is not known here; update npumodel to use the row"]
     asked = {name: config.get(name) for name in _NUMBERS if name in config or name in ("block_q", "block_kv")}
     wrong = [_number_problem(f"config.{name}", x, int, zero=name == "lookahead") for name, x in asked.items()]

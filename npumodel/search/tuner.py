@@ -19,10 +19,9 @@ import numpy as np
 from npumodel.hardware import DeviceSpec
 from npumodel.model.estimate import Cost, estimate, too_large
 from npumodel.search import gradient
-from npumodel.search.auto import by_model, candidates
-from npumodel.search.ledger import Ledger, Priced, Progress, price_all, run
-from npumodel.search.rules import DEFAULT, rule_of_thumb, shrunk
-from npumodel.search.space import Space, exact_seconds, stacked
+from npumodel.search.ledger import Ledger, Priced, Progress, Search, run
+from npumodel.search.plans import Plans, priced
+from npumodel.search.space import Space
 from npumodel.search.strategies import STRATEGIES
 from npumodel.search.table import Entry, Header, TileTable, use_table
 from npumodel.tile import TileConfig
@@ -99,12 +98,6 @@ class TuneResult:
     def cost(self) -> Cost:
         """The whole price of the tile: why it is fast."""
         return estimate(self.shape, self.device, self.tile)
-
-    def plot(self, ax: Any = None) -> Any:
-        """The cost over tile sizes with the tiles above marked: `npumodel.plot.tile_map`. Needs "npumodel[plot]"."""
-        from importlib import import_module  # a door above this floor, and matplotlib is optional
-
-        return import_module("npumodel.plot").tile_map(self, ax)
 
     def __enter__(self) -> TuneResult:
         """`with result:` tile_level="auto" takes the tile, for this call on this device."""
@@ -246,7 +239,8 @@ def _over_processes(
     padded[: len(mine)] = mine
     every = multihost_utils.process_allgather(padded).reshape(count, -1)
     parts = [pickle.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
-    return [parts[i % count][i // count] for i in range(len(shapes))]
+    places = [(i % count, i // count) for i in range(len(shapes))]
+    return [parts[process][place] for process, place in places if place < len(parts[process])]  # less after Ctrl-C
 
 
 def _tune(
@@ -265,14 +259,14 @@ def _tune(
     _check(strategy, max_evals, time_limit)
     begin = time.perf_counter()
     deadline = None if time_limit is None else begin + time_limit * len(shapes)
-    named = zip(*_named(shapes, device), strict=True)
-    tasks = [_Task(one, device, space, strategy, *three) for one, three in zip(shapes, named, strict=True)]
+    begun = zip(shapes, priced(shapes, device), strict=True)
+    tasks = [_Task(shape, device, space, strategy, plans) for shape, plans in begun]
     ledgers = [Ledger(task.shape, device, task.space, max_evals, deadline) for task in tasks]
     if progress is not None:
         _report_to(progress, ledgers)
-    plans = [np.array([task.space.point(tile) for tile in task.plans if tile in task.space], int) for task in tasks]
-    price_all([*zip(ledgers, plans, strict=True)], always=True)
-    started = [STRATEGIES[t.strategy](ledger, seed, t.anchors) for t, ledger in zip(tasks, ledgers, strict=True)]
+    for task, ledger in zip(tasks, ledgers, strict=True):
+        ledger.begin(task.plans)
+    started = [task.search(ledger, seed) for task, ledger in zip(tasks, ledgers, strict=True)]
     interrupted = False
     try:
         histories = run([*zip(ledgers, started, strict=True)])
@@ -287,32 +281,19 @@ def _tune(
 
 
 class _Task:
-    """One call to be tuned: its space, the tiles it starts from, and what it is compared with."""
+    """One call to be tuned: its space, how to search it, and the tiles to begin with."""
 
-    def __init__(self, shape, device: DeviceSpec, space, strategy: str, default: Priced, rule: Priced, auto: Priced):
-        self.shape, self.default, self.rule, self.auto = shape, default, rule, auto
+    def __init__(self, shape: AttentionShape, device: DeviceSpec, space, strategy: str, plans: Plans):
+        self.shape, self.plans = shape, plans
         self.space = space if isinstance(space, Space) else Space.of(shape, device).restrict(**(space or {}))
         self.strategy = "exhaustive" if self.space.size <= _WHOLE else strategy
-        self.anchors = default.tile, rule.tile
-        self.plans = candidates(shape, device, *self.anchors)
 
+    def search(self, ledger: Ledger, seed: int) -> Search:
+        return STRATEGIES[self.strategy](ledger, seed, (self.plans.default, self.plans.rule))
 
-def _named(shapes: Sequence[AttentionShape], device: DeviceSpec) -> tuple[list[Priced], ...]:
-    """(default, rule of thumb, what auto takes without a table) of each call, priced; alike calls together."""
-    alike: dict[Any, list[int]] = {}
-    for i, shape in enumerate(shapes):
-        kind = (shape.dtype, shape.mask is None, shape.backward, i if shape.has_lengths else None)
-        alike.setdefault(kind, []).append(i)
-    found: tuple[list[Any], ...] = tuple([None] * len(shapes) for _ in range(3))
-    for places in alike.values():
-        some = [shapes[i] for i in places]
-        default = shrunk(some, device, [DEFAULT] * len(some))
-        rule = shrunk(some, device, [rule_of_thumb(shape) for shape in some])
-        for column, tiles in zip(found, (default, rule, [r.tile for r in by_model(some, device)]), strict=True):
-            seconds = exact_seconds(some, stacked(tiles), device).tolist()
-            for i, tile, price in zip(places, tiles, seconds, strict=True):
-                column[i] = Priced(tile, price)
-    return found
+    def priced(self, tile: TileConfig) -> Priced:
+        """One of the tiles to begin with."""
+        return Priced(tile, self.plans.price(tile))
 
 
 def _report_to(progress: Progress, ledgers: Sequence[Ledger]):
@@ -340,9 +321,9 @@ def _result(
         task.shape,
         ledger.device,
         *best,
-        default=task.default,
-        rule=task.rule,
-        auto=task.auto,
+        default=task.priced(task.plans.default),
+        rule=task.priced(task.plans.rule),
+        auto=task.priced(task.plans.chosen),
         runner_up=others[0] if others else None,
         near_ties=tuple(other for other in others if other.seconds <= best.seconds * (1 + NEAR_TIE)),
         evals=ledger.evals,
