@@ -334,8 +334,8 @@ def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = Non
     shape    an AttentionShape or its short form, or a list of them
     options  space, seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
     """
-    spec, shapes = _needed(device), _shapes(shape)
-    return tuner.tune(_shape(shape) if shapes is None else shapes, spec, **options)
+    spec, (shapes, several) = _needed(device), _shapes(shape)
+    return tuner.tune(shapes, spec, **options) if several else tuner.tune(shapes[0], spec, **options)
 
 
 def sweep(
@@ -352,15 +352,15 @@ def sweep(
     factors  by which each is multiplied, one number at a time; grid=True crosses two
     options  grid, seed, strategy: see `search.sweep.sweep`
     """
-    spec, shapes = _needed(device), _shapes(shape)
-    found = [hardware_sweep.sweep(one, spec, what, factors, **options) for one in shapes or [_shape(shape)]]
-    return found[0] if shapes is None else found
+    spec, (shapes, several) = _needed(device), _shapes(shape)
+    found = [hardware_sweep.sweep(one, spec, what, factors, **options) for one in shapes]
+    return found if several else found[0]
 
 
-def _shapes(shape: Any) -> list[AttentionShape] | None:
-    """Those of a list, None for a single one."""
+def _shapes(shape: ShapeLike | Sequence[ShapeLike]) -> tuple[list[AttentionShape], bool]:
+    """The shapes, and whether they came as a list."""
     if isinstance(shape, str | Shape) or not isinstance(shape, Sequence):
-        return None
+        return [_shape(shape)], False
     if not shape:
         raise ValueError("shape: expected at least one, got an empty list")
-    return [_shape(one) for one in shape]
+    return [_shape(one) for one in shape], True
