@@ -1,6 +1,6 @@
 """npumodel: execute FlashAttention in JAX, price the same plan on an Ascend NPU, and differentiate the price."""
 
-from .api import estimate, explain, flash_attention, hints, target, trace, tune
+from .api import estimate, explain, flash_attention, hints, sweep, target, trace, tune
 from .attention import merge
 from .hardware import DeviceSpec, device, devices
 from .model.estimate import Cost
@@ -27,6 +27,7 @@ __all__ = [
     "flash_attention",
     "hints",
     "merge",
+    "sweep",
     "target",
     "trace",
     "tune",

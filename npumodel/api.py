@@ -27,6 +27,7 @@ from npumodel.model.estimate import Cost
 from npumodel.model.hints import Hints
 from npumodel.report_text import Priced
 from npumodel.search import auto, single, tuner
+from npumodel.search import sweep as hardware_sweep
 from npumodel.search.auto import Resolved
 from npumodel.workload import AttentionShape, MatmulShape, Shape, SoftmaxShape, parse
 
@@ -333,9 +334,33 @@ def tune(shape: ShapeLike | Sequence[ShapeLike], device: DeviceLike | None = Non
     shape    an AttentionShape or its short form, or a list of them
     options  space, seed, strategy, max_evals, time_limit, progress, exhaustive: see `search.tuner.tune`
     """
-    spec = _needed(device)
+    spec, (shapes, several) = _needed(device), _shapes(shape)
+    return tuner.tune(shapes, spec, **options) if several else tuner.tune(shapes[0], spec, **options)
+
+
+def sweep(
+    shape: ShapeLike | Sequence[ShapeLike],
+    device: DeviceLike | None,
+    what: str | Sequence[str],
+    factors: Sequence[float] = hardware_sweep.FACTORS,
+    **options,
+) -> Any:
+    """What other hardware would buy: elasticities, and the price with the tile kept and re-tuned, over numbers of the
+    device. A Sweep, or a list of them for a list of shapes.
+
+    what     numbers by name, "l1_bytes" or ["l1_bytes", "hbm_bytes_per_s"]: see `DeviceSpec.numbers`
+    factors  by which each is multiplied, one number at a time; grid=True crosses two
+    options  grid, seed, strategy: see `search.sweep.sweep`
+    """
+    spec, (shapes, several) = _needed(device), _shapes(shape)
+    found = [hardware_sweep.sweep(one, spec, what, factors, **options) for one in shapes]
+    return found if several else found[0]
+
+
+def _shapes(shape: ShapeLike | Sequence[ShapeLike]) -> tuple[list[AttentionShape], bool]:
+    """The shapes, and whether they came as a list."""
     if isinstance(shape, str | Shape) or not isinstance(shape, Sequence):
-        return tuner.tune(_shape(shape), spec, **options)
+        return [_shape(shape)], False
     if not shape:
         raise ValueError("shape: expected at least one, got an empty list")
-    return tuner.tune([_shape(one) for one in shape], spec, **options)
+    return [_shape(one) for one in shape], True

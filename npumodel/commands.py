@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv as csv_files
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from npumodel.model import chrome
 from npumodel.model.estimate import estimate as price
 from npumodel.model.trace import timeline
 from npumodel.report_text import Priced
+from npumodel.search.sweep import Sweep, elasticity_table
 from npumodel.workload import AttentionShape, parse
 
 app = tyro.extras.SubcommandApp()
@@ -167,6 +169,61 @@ def tune(
             return 130
     print(f'tile_level="auto" reads it with NPUMODEL_TABLE_PATH={out}')
     return 0
+
+
+@app.command
+def sweep(
+    shape: tuple[str, ...],
+    what: str,
+    device: str | None = None,
+    factors: str = "0.5,0.71,1,1.41,2",
+    grid: bool = False,
+    json: bool = False,
+    csv: Path | None = None,
+) -> int:
+    """What other hardware would buy: the price over numbers of the device, with the tile kept and re-tuned, and its
+    elasticities (0.8 % less time for 1 % more: -0.8).
+
+    Args:
+        shape: B4,N32,S4096,D128 (also KV8, SKV512, DV64, WL4095, WR0 (window), bfloat16, float32, causal, bool,
+            additive, softcap, v_in_k, backward, kv_lengths=4096/512x3, q_lengths alike); several, if wanted
+        what: numbers of the device: l1_bytes,hbm_bandwidth (or hbm_bytes_per_s), cores (cube_cores), macs_per_cycle,
+            ...; `npumodel devices NAME` lists them
+        device: name or TOML file, else NPUMODEL_DEVICE, else ascend910b2
+        factors: what each number is multiplied by, one number at a time
+        grid: cross two numbers
+        json: print JSON, in SI units
+        csv: also write a file of one row a point
+    """
+    found = api.sweep(shape, _spec(device), _words(what), _numbers("factors", factors), grid=grid)
+    if csv is not None:
+        _write_rows(csv, found)
+    if json:
+        sweeps = {"format": "npumodel.sweep", "format_version": "1.0", "sweeps": [one.as_dict() for one in found]}
+        print(report_text.to_json(sweeps))
+    else:
+        print("\n\n".join([*map(str, found), *([elasticity_table(found)] if len(found) > 1 else [])]))
+    return 0
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(word) for word in _words(text)]
+    except ValueError:
+        raise ValueError(f"--{option}: expected numbers like 0.5,1,2, got {text!r}") from None
+
+
+def _write_rows(path: Path, sweeps: Sequence[Sweep]):
+    rows = [row for one in sweeps for row in one.rows()]
+    with path.open("w", newline="") as file:
+        writer = csv_files.DictWriter(file, [*rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{path}: {len(rows)} rows", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from npumodel import units
 from npumodel.hardware import DeviceSpec
-from npumodel.hardware.spec import NUMBERS, RANGES
+from npumodel.hardware.spec import RANGES
 from npumodel.model.durations import CONSTANT_TITLES, time_constants
 from npumodel.model.estimate import Cost, StageCost, estimate, illegal
 from npumodel.model.tiling import FRACTAL
-from npumodel.report_text import Priced, columns, header
+from npumodel.report_text import Priced, header
 from npumodel.search.space import fitted, lattice, longest, padded
 from npumodel.tile import ALL_CORES, CORE_ORDERS, FUSIONS, MAX_BUFFERS, MAX_LOOKAHEAD, TileConfig
 from npumodel.workload import AttentionShape
@@ -100,7 +100,7 @@ def _plan(cost: Cost) -> list[str]:
         beyond = ", does not fit" if f.buffer == "HBM" else ", the rest spills"
         used = units.percent(f.needed / f.available) + ("" if f.fits else beyond)
         rows.append((f.buffer, units.size(f.needed), units.size(f.available), used))
-    return ["plan:", *lines, *columns(rows)]
+    return ["plan:", *lines, *units.columns(rows)]
 
 
 # Stages and bound ----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _stages(cost: Cost) -> list[str]:
     rows += [(stage.name, stage.op, stage.pipe, *_times(cost, [stage])) for stage in cost.stages]
     rows += [("all stages", "", pipe, *_times(cost, stages)) for pipe, stages in by_pipe(cost).items()]
     title = f"stages (of the busiest core; bytes: of all cores; of the call: busy / {units.seconds(cost.seconds)}):"
-    return [title, *columns(rows, left=3)]
+    return [title, *units.columns(rows, left=3)]
 
 
 def _times(cost: Cost, stages: Sequence[StageCost]) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ def _hardware_lines(cost: Cost) -> list[str]:
         by_gradient = "-" if predicted is None else units.percent(_saved(cost, predicted))
         rows.append((what, units.seconds(then.seconds), units.percent(_saved(cost, then.seconds)), by_gradient))
     note = "by gradient: what the breakdown promises, as if the bottleneck stayed; -: a size or a count, not part of it"
-    return [*columns(rows), *_wrapped(note)]
+    return [*units.columns(rows), *_wrapped(note)]
 
 
 def hardware_changes(cost: Cost) -> list[Change]:
@@ -303,34 +303,18 @@ def hardware_changes(cost: Cost) -> list[Change]:
 def better_devices(device: DeviceSpec, dtype: str) -> Iterator[tuple[str, DeviceSpec]]:
     """(what changes, device) for every number that a chip could be better in: rates, capacities and counts doubled,
     overheads halved; of the matrix rates, that of `dtype`."""
-    for name in NUMBERS:
-        value, factor = getattr(device, name), 0.5 if _is_overhead(name) else 2.0
-        if name == "macs_per_cycle":
-            better = {**value, dtype: factor * value[dtype]}
-            yield _what(f"{name}.{dtype}", value[dtype], better[dtype]), device.replace(macs_per_cycle=better)
-        elif value and name not in _NO_WISH:
-            yield _what(name, value, factor * value), device.replace(**{name: factor * value})
+    for name, value in device.numbers.items():
+        field, _, of = name.partition(".")
+        if value and name not in _NO_WISH and of in ("", dtype):
+            better = (0.5 if _is_overhead(field) else 2.0) * value
+            what = f"{name} {units.number(name, value)} -> {units.number(name, better)}"
+            yield what, device.with_numbers({name: better})
 
 
 def _is_overhead(name: str) -> bool:
     """Whether less is better: what a chip may do without altogether, and the burst that gets half of the bandwidth."""
     low, low_allowed, *_ = RANGES.get(name, (0, False))
     return (low == 0 and low_allowed) or name == "burst_half_bytes"
-
-
-#: How a number of a device is printed, by how its name ends; the first that fits.
-_FORMS = {
-    "_bytes": units.size,
-    "_hz": lambda value: f"{value / 1e9:.4g} GHz",
-    "_bytes_per_s": lambda value: f"{value / 1e9:.4g} GB/s",
-    "_s": units.seconds,
-    "": lambda value: f"{value:.4g}",
-}
-
-
-def _what(name: str, now: float, then: float) -> str:
-    show = next(form for end, form in _FORMS.items() if name.endswith(end))
-    return f"{name} {show(float(now))} -> {show(float(then))}"
 
 
 def _by_gradient(cost: Cost, chip: DeviceSpec) -> float | None:

@@ -102,24 +102,16 @@ def details(call: Priced) -> str:
     lines = [table(call), f"bound by {cost.bound}; {bounds} (nothing overlapped)", plan, ""]
     lines += ["where the time goes (constant x gradient):", *_shares(cost.breakdown, cost.seconds), ""]
     lines += [f"L2 hit rate {units.percent(cost.l2_hit_rate)}; bytes moved:"]
-    lines += columns((path, units.size(total)) for path, total in cost.traffic.items())
+    lines += units.columns((path, units.size(total)) for path, total in cost.traffic.items())
     lines += ["", "buffers of a core, and HBM:"]
-    lines += columns((f.buffer, units.size(f.needed), f"of {units.size(f.available)}") for f in cost.footprints)
+    lines += units.columns((f.buffer, units.size(f.needed), f"of {units.size(f.available)}") for f in cost.footprints)
     return "\n".join(lines)
 
 
 def _shares(breakdown: dict[str, float], total: float) -> list[str]:
     largest = sorted(breakdown.items(), key=lambda item: -item[1])
     rows = ((CONSTANT_TITLES[name], units.seconds(value), units.percent(value / total)) for name, value in largest)
-    return columns(rows)
-
-
-def columns(cells: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Two spaces before and between; the first `left` columns to the left, the others to the right."""
-    lines = list(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ([*map(str.ljust, c[:left], widths), *map(str.rjust, c[left:], widths[left:])] for c in lines)
-    return ["  " + "  ".join(text).rstrip() for text in texts]
+    return units.columns(rows)
 
 
 # Devices -----------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def device_list() -> str:
         memory = (spec.l1_bytes, spec.l2_bytes, spec.hbm_bytes)
         rate = f"{spec.hbm_bytes_per_s / 1e9:.0f} GB/s"
         lines.append((name, spec.arch, *cores, *map(units.size, memory), rate))
-    return "\n".join(line[2:] for line in columns(lines))
+    return "\n".join(line[2:] for line in units.columns(lines))
 
 
 def device_text(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -33,6 +34,31 @@ def size(value: float) -> str:
 def percent(share: float) -> str:
     """0.1234 -> "12.3 %"."""
     return f"{100 * share:.1f} %"
+
+
+#: How a number of a device is printed, by how its name ends; the first that fits.
+_OF_A_DEVICE = {
+    "_bytes": size,
+    "_hz": lambda value: f"{value / 1e9:.4g} GHz",
+    "_bytes_per_s": lambda value: f"{value / 1e9:.4g} GB/s",
+    "_s": seconds,
+    "": lambda value: f"{value:.4g}",
+}
+
+
+def number(name: str, value: float) -> str:
+    """A number of a device, by its name: ("l1_bytes", 524288) -> "512 KiB"."""
+    show = next(form for end, form in _OF_A_DEVICE.items() if name.endswith(end))
+    return show(float(value))
+
+
+def columns(cells: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table: two spaces before and between; the first `left` columns to the left, the others to the
+    right."""
+    lines = list(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ([*map(str.ljust, c[:left], widths), *map(str.rjust, c[left:], widths[left:])] for c in lines)
+    return ["  " + "  ".join(text).rstrip() for text in texts]
 
 
 def _three(value: float) -> str:

@@ -107,6 +107,24 @@ class DeviceSpec:
             raise ValueError("\n".join(["DeviceSpec.replace: expected fields of DeviceSpec", *unknown]))
         return dataclasses.replace(self, **changes)
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Every number by its name; the matrix rates as "macs_per_cycle.float16" and so on."""
+        found: dict[str, Any] = {}
+        for name in NUMBERS:
+            value = getattr(self, name)
+            parts = {f"{name}.{key}": value[key] for key in sorted(value)} if isinstance(value, dict) else {name: value}
+            found |= parts
+        return found
+
+    def with_numbers(self, changes: Mapping[str, Any]) -> DeviceSpec:
+        """A copy with some of `numbers` changed, by the same names. Raises as `replace`."""
+        fields: dict[str, Any] = {}
+        for name, value in changes.items():
+            field, _, key = name.partition(".")
+            fields[field] = fields.get(field, getattr(self, field, {})) | {key: value} if key else value
+        return self.replace(**fields)
+
     def anonymous(self) -> DeviceSpec:
         """A copy with empty name, soc and family: two devices of one arch then share one compiled function."""
         return self.replace(name="", soc="", family="")
@@ -118,10 +136,8 @@ class DeviceSpec:
         a float32 computation are other numbers. Inside jit there are no numbers yet, and JAX's own error is raised.
         """
         lines = [f"arch={self.arch}", f"overflow={self.overflow}"]
-        for name in NUMBERS:
-            value = getattr(self, name)
-            parts = {f"{name}.{key}": value[key] for key in sorted(value)} if isinstance(value, dict) else {name: value}
-            lines += [f"{key}={None if part is None else (float(part) + 0.0).hex()}" for key, part in parts.items()]
+        for name, value in self.numbers.items():
+            lines.append(f"{name}={None if value is None else (float(value) + 0.0).hex()}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -136,10 +152,12 @@ _ANY_POSITIVE = (0, False, np.inf, "a finite number > 0")
 _OVERHEAD = (0, True, np.inf, "a finite number >= 0")
 _COUNT = (1, True, np.inf, "a finite number >= 1")
 
+#: Fields that count something.
+COUNTS = ("cube_cores", "vector_cores_per_cube")
 #: Fields whose range is not simply > 0: lowest value, whether it is allowed, highest value, the range in words.
 RANGES = {
     "hbm_efficiency": (0, False, 1, "a number > 0 and <= 1"),
-    **dict.fromkeys(("cube_cores", "vector_cores_per_cube"), _COUNT),
+    **dict.fromkeys(COUNTS, _COUNT),
     **dict.fromkeys(("mmad_head_cycles", "vector_instr_cycles", "sync_cycles"), _OVERHEAD),
     **dict.fromkeys(("launch_base_s", "launch_per_core_s", "launch_per_task_s"), _OVERHEAD),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import units
 from ..hardware import DeviceSpec
-from ..hardware.spec import OVERFLOWS
+from ..hardware.spec import COUNTS, OVERFLOWS
 from ..tile import MatmulTile, SoftmaxTile, TileConfig
 from ..workload import AttentionShape, MatmulShape, Shape, SoftmaxShape
 from . import tiling
@@ -28,12 +28,31 @@ def _priced(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> Pr
     return price(time_constants(d, options.dtype), p, tile, d, options)
 
 
+class Slopes(NamedTuple):
+    """The gradient of a price, each part times what it is the gradient of.
+
+    breakdown     seconds by time constant
+    elasticities  d log seconds / d log number, as a DeviceSpec: of all that a number of the device enters, time
+                  constants and counts. Exact counts are constant, so that numbers which only enter those have 0
+    """
+
+    breakdown: TimeConstants
+    elasticities: DeviceSpec
+
+
 @partial(jax.jit, static_argnames="options", compiler_options=WITHOUT_FUSION)
-def _broken_down(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> TimeConstants:
-    """Each time constant times the gradient of the seconds with respect to it."""
-    t = time_constants(d, options.dtype)
-    gradient = jax.grad(lambda t: price(t, p, tile, d, options).seconds)(t)
-    return jax.tree.map(jnp.multiply, t, gradient)
+def _differentiated(p: AnyProblem, tile: AnyTile, d: DeviceSpec, options: Options) -> Slopes:
+    t, through_constants = jax.vjp(lambda d: time_constants(d, options.dtype), d)
+    seconds, (by_t, by_d) = jax.value_and_grad(lambda t, d: price(t, p, tile, d, options).seconds, (0, 1))(t, d)
+    (more,) = through_constants(by_t)
+    elasticities = jax.tree.map(lambda x, one, other: x * (one + other) / seconds, d, by_d, more)
+    return Slopes(jax.tree.map(jnp.multiply, t, by_t), elasticities)
+
+
+def slopes(shape: Shape, device: DeviceSpec, tile: AnyTile, *, overlap: bool = True) -> Slopes:
+    """The gradient of one price. Compiles it at the first use. Raises as `arguments`."""
+    options = Options.of(shape, tile, overlap=overlap, waits=False)
+    return jax.device_get(_differentiated(*arguments(shape, tile, device), options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +136,23 @@ class Cost:
     overlap: bool = True
     busiest_core: int = 0
 
-    @cached_property
+    @property
     def breakdown(self) -> dict[str, float]:
         """Seconds by time constant: constant * d seconds / d constant. They add up to `seconds`, since the time is
         homogeneous of degree 1 in the constants (Euler). Compiles the gradient at the first use."""
-        options = Options.of(self.shape, self.tile, overlap=self.overlap, waits=False)
-        found = jax.device_get(_broken_down(*arguments(self.shape, self.tile, self.chip), options))
-        return {name: float(v) for name, v in found._asdict().items() if v}
+        return {name: float(v) for name, v in self.slopes.breakdown._asdict().items() if v}
+
+    @property
+    def elasticities(self) -> dict[str, float]:
+        """d log seconds / d log number by number of the device (`DeviceSpec.numbers`), with this tile: -0.8 is 0.8 %
+        less time for 1 % more. Numbers of cores and of vector units are left out: counts have steps, and no slope."""
+        found = self.slopes.elasticities.numbers
+        return {name: float(v) for name, v in found.items() if v is not None and v and name not in COUNTS}
+
+    @cached_property
+    def slopes(self) -> Slopes:
+        """What `breakdown` and `elasticities` come from."""
+        return slopes(self.shape, self.chip, self.tile, overlap=self.overlap)
 
     @property
     def too_large(self) -> str | None:
