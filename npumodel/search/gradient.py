@@ -179,7 +179,7 @@ def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, kin
     """Steps first .. last - 1 of the descent."""
 
     def step(i, s: State) -> State:
-        value = functools.partial(objective, c, p, bounds, _temperature(i), kind)
+        value = functools.partial(_objective, c, p, bounds, _temperature(i), kind)
         slope, seconds = jax.grad(value, has_aux=True)(s.u)
         move, adam = _ADAM.update(jnp.nan_to_num(slope, posinf=0.0, neginf=0.0), s.adam)
         u = jnp.clip(s.u + jnp.asarray(move), bounds.low[None], bounds.high[None])
@@ -188,7 +188,7 @@ def _descend(c: Chip, p: Problem, bounds: Bounds, state: State, first, last, kin
     return jax.lax.fori_loop(first, last, step, state)
 
 
-def objective(c: Chip, p: Problem, bounds: Bounds, temperature, kind: Kind, u):
+def _objective(c: Chip, p: Problem, bounds: Bounds, temperature, kind: Kind, u):
     """(what is minimised, added up over all starts, which do not depend on each other; relaxed seconds [starts]) at u
     [starts, 8]."""
     tile = to_tile(u.T, kind.plan)
